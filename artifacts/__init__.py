@@ -1,0 +1,1 @@
+"""All that is persisted: keys, schemas, snapshots, records."""

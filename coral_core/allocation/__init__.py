@@ -1,0 +1,1 @@
+"""Which templates to run how often in which region."""

@@ -1,0 +1,1 @@
+"""Baselines: same inputs, same result type as the allocation itself."""

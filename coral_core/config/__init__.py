@@ -1,0 +1,1 @@
+"""The edge: settings and user files, validated by pydantic."""

@@ -1,0 +1,1 @@
+"""What everything talks about: frozen dataclasses and protocols, no I/O."""

@@ -1,0 +1,149 @@
+"""The allocation problem and its answer, solver-neutral (DESIGN 3.6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coral_core.domain.workload import Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateColumns:
+    """Templates as arrays, one entry each: all that allocation needs of them.
+
+    `nodes` is (n, C), counts in the order of the problem's `configs`. `throughput` is tokens/s, or requests/s where
+    the phase is `aggregated`.
+    """
+
+    ids: tuple[str, ...]
+    models: tuple[str, ...]
+    phases: tuple[Phase, ...]
+    nodes: NDArray[np.int64]
+    throughput: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemandRow:
+    """What one model needs in one phase.
+
+    `tokens_per_s` for prefill and decode; `requests_per_s` too where aggregated templates may cover the row, and alone
+    for phase `aggregated`. `weight` multiplies the missing fraction in the shortfall objective. `min_instances` and
+    `max_instances` bound the instances of templates that enter the row.
+    """
+
+    model: str
+    phase: Phase
+    tokens_per_s: float | None
+    requests_per_s: float | None = None
+    weight: float = 1.0
+    min_instances: int = 0
+    max_instances: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """`count` instances of `template` that run in `region` now."""
+
+    template: str
+    region: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocationOptions:
+    """Switches of the named constraint families, and the solver's limits."""
+
+    pd_same_region: bool = False
+    gap_frac: float = 1e-6
+    time_limit_s: float = 60.0
+    reduce: bool = True
+    solver: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocationProblem:
+    """Which templates to run how often in which region.
+
+    `available` (R, C) counts all nodes we may hold, those running included. `price_usd_per_h` is (R, C), NaN where a
+    configuration is not sold (then `available` must be 0). `churn_k` = start-up time / interval.
+    """
+
+    regions: tuple[str, ...]
+    configs: tuple[str, ...]
+    available: NDArray[np.int64]
+    price_usd_per_h: NDArray[np.float64]
+    templates: TemplateColumns
+    demand: tuple[DemandRow, ...]
+    running: tuple[Running, ...] = ()
+    churn_k: float = 0.0
+    options: AllocationOptions = field(default_factory=AllocationOptions)
+
+
+class AllocationStatus(StrEnum):
+    """`optimal`: the gap is proven to be within the wish; `gap`: it is not (see `gap_frac`)."""
+
+    OPTIMAL = "optimal"
+    GAP = "gap"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceCount:
+    """`count` instances of a template in a region."""
+
+    template: str
+    region: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """Demand of a row that no affordable or available capacity meets; `frac` of the row's demand."""
+
+    model: str
+    phase: Phase
+    tokens_per_s: float | None
+    requests_per_s: float | None
+    frac: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocationResult:
+    """An allocation, its cost, and how good it is proven to be.
+
+    objective = cost + churn; `gap_frac` = (objective - bound) / max(objective, 1e-9). `shortfall` has one entry per
+    demand row, in the problem's order. `floor_deficit` maps the index of a demand row to instances missing from its
+    floor (only rows with a deficit). `statistics`: columns before and after each reduction, seconds, ...
+    """
+
+    status: AllocationStatus
+    cost_usd_per_h: float
+    churn_usd_per_h: float
+    bound_usd_per_h: float
+    instances: tuple[InstanceCount, ...]
+    shortfall: tuple[Shortfall, ...]
+    method: str
+    floor_deficit: Mapping[int, int] = field(default_factory=dict)
+    statistics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def objective_usd_per_h(self) -> float:
+        """Cost plus churn."""
+        return self.cost_usd_per_h + self.churn_usd_per_h
+
+    @property
+    def gap_frac(self) -> float:
+        """Proven relative distance to the optimum."""
+        return (self.objective_usd_per_h - self.bound_usd_per_h) / max(self.objective_usd_per_h, 1e-9)
+
+    @property
+    def full(self) -> bool:
+        """Whether every demand and floor is met."""
+        return all(item.frac == 0 for item in self.shortfall) and not self.floor_deficit

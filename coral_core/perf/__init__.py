@@ -1,0 +1,1 @@
+"""Stage capacity: memory, roofline, network."""

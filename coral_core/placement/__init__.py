@@ -1,0 +1,1 @@
+"""How a model lies over a combination of nodes: enumeration, methods, verification."""

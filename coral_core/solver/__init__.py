@@ -1,0 +1,1 @@
+"""Solver-neutral integer programs and one adapter per solver."""

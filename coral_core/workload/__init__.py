@@ -1,0 +1,1 @@
+"""Traces, length statistics, generators and demand."""

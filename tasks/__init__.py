@@ -1,0 +1,1 @@
+"""Units of work behind the flows; usable without Prefect."""
