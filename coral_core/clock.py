@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 
@@ -41,8 +41,6 @@ class ManualClock:
 
     def now(self) -> datetime:
         """Start plus what has elapsed."""
-        from datetime import timedelta
-
         return self.start + timedelta(seconds=self.elapsed_s)
 
     def monotonic_s(self) -> float:
