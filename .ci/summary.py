@@ -1,0 +1,56 @@
+"""Count what the tests of a CI run did, and refuse a run that shows less than it seems to.
+
+usage: summary.py JUNIT_XML... [NAME OF A FAILED STEP...]
+
+Prints skipped tests with their reasons, what is wrong, and as the last line `N passed, N failed, N skipped`. Exit code 1
+where a report is missing or empty, a test or step failed, a reference test was skipped or none ran.
+"""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+
+
+def main(arguments: list[str]) -> int:
+    """Read the reports, print the summary, return the exit code."""
+    counts: Counter[str] = Counter()
+    reference_ran = 0
+    wrong = [f"step failed: {step}" for step in arguments if not step.endswith(".xml")]
+    for path in (Path(argument) for argument in arguments if argument.endswith(".xml")):
+        cases = list(ET.parse(path).iter("testcase")) if path.is_file() else []  # noqa: S314 - our own pytest wrote it
+        if not cases:
+            wrong.append(f"no test ran: {path.name} is missing or empty")
+        for case in cases:
+            outcome = _outcome(case)
+            counts[outcome] += 1
+            name = f"{case.get('classname')}::{case.get('name')}"
+            if outcome == "failed":
+                wrong.append(f"test failed: {name}")
+            if outcome == "skipped":
+                print(f"skipped: {name}: {case.find('skipped').get('message')}")
+            if any(item.get("name") == "marker" and item.get("value") == "reference" for item in case.iter("property")):
+                reference_ran += outcome == "passed"
+                if outcome == "skipped":
+                    wrong.append(f"reference test skipped: {name}")
+    if not reference_ran:
+        wrong.append("no reference test passed: set CORAL_REFERENCE_DATA to the folder of reference data")
+    for line in wrong:
+        print(f"ci: {line}")
+    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
+    return 1 if wrong else 0
+
+
+def _outcome(case: ET.Element) -> str:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
+    skipped = case.find("skipped")
+    if skipped is None:
+        return "passed"
+    return "expected to fail" if skipped.get("type") == "pytest.xfail" else "skipped"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+# `make help` lists the commands. Everything runs in .venv, which holds exactly what requirements/dev.lock names.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.coral-setup
+EXTRAS := flows aws gurobi report dev
+
+# V=1 shows what pip does. PYTEST_FLAGS goes to pytest, e.g. PYTEST_FLAGS="-k lattice -x".
+PIP_QUIET := $(if $(V),,-qq)
+PYTEST_FLAGS ?=
+COVERAGE_MIN := 90
+# Two worker processes: the smallest machine we promise to be quick on has two cores.
+WORKERS ?= 2
+UNIT := not servers and not nightly and not gpu
+
+##@ Use
+.PHONY: demo
+demo: setup  ## Set up, build the library of scenario `tiny` through Prefect and Ray, and print a plan
+	$(BIN)/coral demo
+
+.PHONY: serve
+serve: setup  ## Serve the deployments to the Prefect server that PREFECT_API_URL names (Ctrl-C ends it)
+	$(BIN)/coral flows serve
+
+.PHONY: setup
+setup: $(STAMP)  ## Make .venv from the lock file (again only when lock or pyproject.toml changed)
+
+$(STAMP): requirements/dev.lock pyproject.toml
+	@is_311() { "$$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; }; \
+	if ! is_311 $(BIN)/python; then \
+	  for python in $(PYTHON) python3.11 python3 python; do if is_311 "$$python"; then found=$$python; break; fi; done; \
+	  if [ -z "$${found:-}" ]; then echo "Python 3.11 is needed and not on the PATH: install it, or name it: make setup PYTHON=/path/to/python3.11" >&2; exit 1; fi; \
+	  echo "Making $(VENV) with $$("$$found" --version)"; \
+	  "$$found" -m venv --clear $(VENV); \
+	fi
+	@echo "Installing $$(grep -cE '^[^ #]+==' requirements/dev.lock) locked packages into $(VENV) (a minute or so; V=1 shows each)"
+	@$(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-check --require-hashes -r requirements/dev.lock
+	@$(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+##@ Check
+.PHONY: test
+test: setup lint type  ## Lint, types, then all tests but those that start servers, with the coverage bound
+	$(BIN)/pytest -n $(WORKERS) -m "$(UNIT)" --cov --cov-report=term:skip-covered --cov-fail-under=$(COVERAGE_MIN) $(PYTEST_FLAGS)
+
+.PHONY: lint
+lint: setup  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: type
+type: setup  ## mypy, strict
+	$(BIN)/mypy
+
+.PHONY: arch
+arch: setup  ## Import contracts, names, file sizes, what may be committed
+	$(BIN)/pytest -q tests/arch
+
+.PHONY: servers
+servers: setup  ## Tests that start Ray, Prefect or S3 servers, or ask the package registry
+	$(BIN)/pytest -m "servers and not nightly and not gpu" $(PYTEST_FLAGS)
+
+.PHONY: nightly
+nightly: setup  ## Everything but GPU tests, with many random examples: hours
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m "not gpu" --timeout=7200 $(PYTEST_FLAGS)
+
+.PHONY: cov
+cov: setup  ## Coverage of the quick tests as pages in htmlcov/
+	$(BIN)/pytest -q -n $(WORKERS) -m "$(UNIT)" --cov --cov-report=html $(PYTEST_FLAGS)
+	@echo "open htmlcov/index.html"
+
+.PHONY: ci
+ci:  ## What continuous integration runs, from nothing: set-up, all tests, the demo
+	.ci/run
+
+##@ Maintain
+.PHONY: fix
+fix: setup  ## Let ruff mend and format what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: lock
+lock: setup  ## Write the lock files anew from pyproject.toml (UPGRADE=1 takes newer versions)
+	$(BIN)/uv pip compile -q --no-header --generate-hashes --python-version 3.11 $(if $(UPGRADE),--upgrade) \
+	  $(addprefix --extra ,$(EXTRAS)) pyproject.toml requirements/build.in -o requirements/dev.lock
+	$(BIN)/uv pip compile -q --no-header --generate-hashes --python-version 3.11 $(if $(UPGRADE),--upgrade) \
+	  -c requirements/dev.lock pyproject.toml -o requirements/base.lock
+
+.PHONY: build
+build: setup  ## Build the wheel into dist/
+	$(BIN)/python -m pip wheel $(PIP_QUIET) --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+
+.PHONY: clean
+clean:  ## Remove caches and build results; .venv and .coral (the demo's store) stay
+	rm -rf dist build htmlcov .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+.PHONY: help
+help:  ## This list
+	@awk 'BEGIN { FS = ":.*##" } \
+	  /^##@/ { printf "\n%s\n", substr($$0, 5) } \
+	  /^[a-z-]+:.*##/ { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
