@@ -89,7 +89,7 @@ def template_id(*, model: str, variant: str, phase: Phase, slo: Slo, placement: 
     order of nodes inside a stage do not matter to what runs, hence both are sorted.
     """
     stages = sorted((stage.layers, sorted(stage.nodes)) for stage in placement.stages)
-    identity = [model, variant, phase.value, slo.ttft_s, slo.tpot_s, stages]
+    identity = [model, variant, phase.value, float(slo.ttft_s), float(slo.tpot_s), stages]
     digest = hashlib.sha256(json.dumps(identity, separators=(",", ":")).encode()).hexdigest()
     return f"{phase.value[0]}-{digest[:16]}"
 

@@ -1,0 +1,136 @@
+"""Where everything lies in the store (DESIGN 5). Every name that enters a key is checked; nothing else builds keys."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from typing import Final
+
+from coral_core.domain.workload import Phase, Slo
+from coral_core.errors import InputError
+
+INDEX: Final = "index.md"
+VERSION_DIGITS: Final = 20
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
+_HASH: Final = re.compile(r"[0-9a-f]{16,64}")
+_TIME_FORMAT: Final = "%Y%m%dT%H%M%S.%fZ"
+
+
+def checked_name(name: str, what: str) -> str:
+    """`name`, if it can be one part of a key on every store: letters, digits and `. _ + -`, at most 128.
+
+    Raises InputError, naming `what` it is.
+    """
+    if not _NAME.fullmatch(name):
+        raise InputError(
+            f"{name!r} cannot be a name in the store",
+            where=what,
+            fix="use letters, digits and . _ + -, starting with a letter or digit, at most 128",
+        )
+    return name
+
+
+def slo_text(slo: Slo) -> str:
+    """The SLO as part of a key, exact: `ttft1.5s-tpot0.05s`."""
+    for what, value in (("ttft_s", slo.ttft_s), ("tpot_s", slo.tpot_s)):
+        if not 0 < value < float("inf"):
+            raise InputError(f"{value!r} is not a positive number of seconds", where=f"slo.{what}")
+    return f"ttft{float(slo.ttft_s)!r}s-tpot{float(slo.tpot_s)!r}s"
+
+
+def time_text(time: datetime) -> str:
+    """UTC to the microsecond; sorts as the time does. Raises InputError for a time without a zone."""
+    if time.tzinfo is None:
+        raise InputError(f"{time.isoformat()} has no time zone", where="time", fix="give an aware time")
+    return time.astimezone(UTC).strftime(_TIME_FORMAT)
+
+
+def parse_time(text: str) -> datetime:
+    """The inverse of `time_text`. Raises InputError."""
+    try:
+        return datetime.strptime(text, _TIME_FORMAT).replace(tzinfo=UTC)
+    except ValueError:
+        raise InputError(
+            f"{text!r} is not a time of the store", where="time", fix="write it as 20301231T235959.000000Z"
+        ) from None
+
+
+def profile_group(model: str, config: str, engine: str) -> str:
+    """Measured layer times of one model on one node configuration by one engine version."""
+    return f"profiles/{checked_name(model, 'model')}/{checked_name(config, 'config')}/{checked_name(engine, 'engine')}"
+
+
+def library_group(library: str) -> str:
+    """All of one library."""
+    return f"libraries/{checked_name(library, 'library')}"
+
+
+def shard_key(
+    library: str,
+    *,
+    model: str,
+    variant: str,
+    phase: Phase,
+    slo: Slo,
+    method: str,
+    part: int,
+    parts: int,
+    inputs_hash: str,
+) -> str:
+    """The data file of one shard, named by the hash of what went into it, so that a rebuild finds and reuses it."""
+    if not 0 <= part < parts:
+        raise InputError(f"part {part} of {parts} does not exist", where="shard")
+    if not _HASH.fullmatch(inputs_hash):
+        raise InputError(f"{inputs_hash!r} is not a hash of 16 to 64 hex digits", where="shard.inputs_hash")
+    return (
+        f"{library_group(library)}/data/model={checked_name(model, 'model')}/phase={phase.value}/slo={slo_text(slo)}/"
+        f"part-{checked_name(variant, 'variant')}-{checked_name(method, 'method')}-"
+        f"{part:05d}-of-{parts:05d}-{inputs_hash[:32]}.parquet"
+    )
+
+
+def manifest_group(library: str) -> str:
+    """The manifests of all snapshots of a library."""
+    return f"{library_group(library)}/manifests"
+
+
+def manifest_key(library: str, version: int) -> str:
+    """The manifest of one snapshot; versions start at 1 and the newest sorts last."""
+    if not 1 <= version < 10**VERSION_DIGITS:
+        raise InputError(f"{version} is not a version", where=f"library {library}", fix="versions start at 1")
+    return f"{manifest_group(library)}/{version:0{VERSION_DIGITS}d}.json"
+
+
+def manifest_version(key: str) -> int | None:
+    """The version that a key of the manifests' group stands for; None where it is not a manifest's name."""
+    name = key.rsplit("/", 1)[-1]
+    stem = name.removesuffix(".json")
+    is_manifest = name != stem and len(stem) == VERSION_DIGITS and stem.isascii() and stem.isdigit()
+    return int(stem) if is_manifest and int(stem) > 0 else None
+
+
+def fleet_group(fleet: str) -> str:
+    """All plans of one fleet."""
+    return f"plans/{checked_name(fleet, 'fleet')}"
+
+
+def plan_group(fleet: str, time: datetime) -> str:
+    """One plan of a fleet."""
+    return f"{fleet_group(fleet)}/{time_text(time)}"
+
+
+def evaluation_group(scenario: str, time: datetime) -> str:
+    """Tables, charts and report of one evaluation."""
+    return f"evaluations/{checked_name(scenario, 'scenario')}/{time_text(time)}"
+
+
+def lease_key(name: str, epoch: int) -> str:
+    """One epoch of a lease; the newest sorts last."""
+    if not 0 <= epoch < 10**VERSION_DIGITS:
+        raise InputError(f"{epoch} is not an epoch", where=f"lease {name}")
+    return f"leases/{checked_name(name, 'lease')}/{epoch:0{VERSION_DIGITS}d}.json"
+
+
+def index_key(group: str) -> str:
+    """The page that says what lies in a group."""
+    return f"{group}/{INDEX}"

@@ -1,0 +1,247 @@
+"""Shards of a template library: one Parquet file each, written once under the hash of its inputs, reused by resume."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Final, Self
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from artifacts.canonical import canonical_json, sha256_hex
+from artifacts.keys import shard_key
+from artifacts.schemas import SCHEMA_VERSION, TEMPLATE_SCHEMA, require_template_schema
+from artifacts.store import Store
+from coral_core.domain.workload import Phase, Slo
+from coral_core.errors import StoreConflictError, StoreError
+
+_METADATA_KEY: Final = b"coral.shard"
+_STRICT: Final = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+_DAMAGED: Final = "delete the object and build again: other shards are reused"
+
+
+class ShardKey(BaseModel):
+    """Which shard: part `part` of `parts` of one (model, variant, phase, SLO, method), and the hash of its inputs."""
+
+    model_config = _STRICT
+
+    model: str
+    variant: str
+    phase: Phase
+    ttft_s: float = Field(gt=0)
+    tpot_s: float = Field(gt=0)
+    method: str
+    part: int = Field(ge=0)
+    parts: int = Field(ge=1)
+    inputs_hash: str
+
+    @property
+    def slo(self) -> Slo:
+        """The latency bounds."""
+        return Slo(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
+
+    def key(self, library: str) -> str:
+        """Where its data file lies. Raises InputError for names that cannot be part of a key."""
+        return shard_key(
+            library,
+            model=self.model,
+            variant=self.variant,
+            phase=self.phase,
+            slo=self.slo,
+            method=self.method,
+            part=self.part,
+            parts=self.parts,
+            inputs_hash=self.inputs_hash,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.variant} {self.phase.value} {self.method} part {self.part + 1} of {self.parts}"
+
+
+class ShardStatus(StrEnum):
+    """`present`: its data file is in the store; `failed`: there is none, `error` says why."""
+
+    PRESENT = "present"
+    FAILED = "failed"
+
+
+class ShardRecord(BaseModel):
+    """What became of one shard. `key`, `rows`, `bytes`, `sha256` describe its data file: empty where it failed."""
+
+    model_config = _STRICT
+
+    shard: ShardKey
+    status: ShardStatus
+    attempts: int = Field(ge=1)
+    key: str = ""
+    rows: int = Field(default=0, ge=0)
+    bytes: int = Field(default=0, ge=0)
+    sha256: str = ""
+    statistics: Mapping[str, float] = {}
+    error: str = ""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.status is ShardStatus.PRESENT and not (self.key and self.bytes and self.sha256 and not self.error):
+            raise ValueError("a present shard has a key, bytes and a hash, and no error")
+        if self.status is ShardStatus.FAILED and (self.key or self.rows or self.bytes or self.sha256 or not self.error):
+            raise ValueError("a failed shard has an error and no data file")
+        return self
+
+
+class _Embedded(BaseModel):
+    """What a data file says of itself."""
+
+    model_config = _STRICT
+
+    schema_version: int
+    shard: ShardKey
+    rows: int
+    attempts: int
+    statistics: Mapping[str, float]
+
+
+def write_shard(
+    store: Store,
+    library: str,
+    shard: ShardKey,
+    table: pa.Table,
+    *,
+    statistics: Mapping[str, float] | None = None,
+    attempts: int = 1,
+) -> ShardRecord:
+    """Store the rows of a shard under its inputs' hash and say what was stored.
+
+    Where an object of that name exists it is verified and its record returned instead: equal inputs have equal
+    results. Raises StoreError where that one is damaged or foreign, ValueError for rows that are not of this shard.
+    """
+    require_template_schema(table.schema, where=str(shard))
+    stranger = _stranger(shard, table)
+    if stranger:
+        raise ValueError(f"rows of {stranger} in the shard {shard}")
+    embedded = _Embedded(
+        schema_version=SCHEMA_VERSION,
+        shard=shard,
+        rows=table.num_rows,
+        attempts=attempts,
+        statistics=dict(statistics or {}),
+    )
+    data = _serialised(table, embedded)
+    key = shard.key(library)
+    try:
+        store.put_if_absent(key, data)
+    except StoreConflictError:
+        existing = find_shard(store, library, shard)
+        if existing is None:
+            raise  # deleted between the two calls: someone tidies up here, do not fight over it
+        return existing
+    return _record(embedded, key, data)
+
+
+def find_shard(store: Store, library: str, shard: ShardKey) -> ShardRecord | None:
+    """The record of the shard, if its data file is in the store from an earlier build; it is read and verified.
+
+    Raises StoreError where the object under its key is damaged or foreign.
+    """
+    key = shard.key(library)
+    data = store.find(key)
+    if data is None:
+        return None
+    where = store.url_of(key)
+    embedded, table = _parsed(data, where=where, columns=None)
+    if embedded.shard != shard:
+        raise StoreError(f"holds the shard {embedded.shard}, not {shard}", where=where, fix=_DAMAGED)
+    stranger = _stranger(shard, table)
+    if stranger:
+        raise StoreError(f"holds rows of {stranger}", where=where, fix=_DAMAGED)
+    return _record(embedded, key, data)
+
+
+def failed_shard(shard: ShardKey, *, error: str, attempts: int) -> ShardRecord:
+    """The record of a shard that was given up after `attempts`."""
+    return ShardRecord(shard=shard, status=ShardStatus.FAILED, attempts=attempts, error=error or "no reason was given")
+
+
+def read_shard(store: Store, record: ShardRecord, *, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of a present shard, after checking that they are those that its record describes.
+
+    Raises StoreError for an object that is missing, truncated, changed or foreign.
+    """
+    where = store.url_of(record.key)
+    data = store.find(record.key)
+    if data is None:
+        raise StoreError("a data file of the library is missing", where=where, fix="build the library again")
+    if len(data) != record.bytes or sha256_hex(data) != record.sha256:
+        raise StoreError(
+            f"not the {record.bytes} bytes that the manifest names (it has {len(data)})", where=where, fix=_DAMAGED
+        )
+    embedded, table = _parsed(data, where=where, columns=columns)
+    if embedded.shard != record.shard or table.num_rows != record.rows:
+        raise StoreError(
+            f"holds {table.num_rows} rows of {embedded.shard}, not {record.rows} of {record.shard}", where=where
+        )
+    return table
+
+
+def _record(embedded: _Embedded, key: str, data: bytes) -> ShardRecord:
+    return ShardRecord(
+        shard=embedded.shard,
+        status=ShardStatus.PRESENT,
+        attempts=embedded.attempts,
+        key=key,
+        rows=embedded.rows,
+        bytes=len(data),
+        sha256=sha256_hex(data),
+        statistics=embedded.statistics,
+    )
+
+
+def _serialised(table: pa.Table, embedded: _Embedded) -> bytes:
+    """The Parquet file in memory: an output stream on a store would publish half a file when it fails."""
+    sink = io.BytesIO()
+    metadata = {_METADATA_KEY: canonical_json(embedded.model_dump())}
+    pq.write_table(table.replace_schema_metadata(metadata), sink, compression="zstd")
+    return sink.getvalue()
+
+
+def _parsed(data: bytes, *, where: str, columns: Sequence[str] | None) -> tuple[_Embedded, pa.Table]:
+    """What the file says of itself, and its rows; StoreError unless both are whole and of this version."""
+    try:
+        file = pq.ParquetFile(io.BytesIO(data))
+        schema = file.schema_arrow
+        embedded = _Embedded.model_validate_json((schema.metadata or {})[_METADATA_KEY])
+        require_template_schema(schema, where=where)
+        table = file.read(columns=None if columns is None else list(columns)).replace_schema_metadata(None)
+    except (pa.ArrowException, OSError) as error:
+        raise StoreError(f"not a whole Parquet file: {error}", where=where, fix=_DAMAGED) from error
+    except (KeyError, ValidationError) as error:
+        raise StoreError("a Parquet file, but not a shard of a library", where=where, fix=_DAMAGED) from error
+    if embedded.schema_version != SCHEMA_VERSION or table.num_rows != embedded.rows:
+        raise StoreError(
+            f"schema version {embedded.schema_version} with {table.num_rows} of {embedded.rows} rows",
+            where=where,
+            fix=_DAMAGED,
+        )
+    wanted = TEMPLATE_SCHEMA if columns is None else pa.schema([TEMPLATE_SCHEMA.field(name) for name in columns])
+    return embedded, table.select(wanted.names).cast(wanted)
+
+
+def _stranger(shard: ShardKey, table: pa.Table) -> str:
+    """A value in the rows that is not the shard's, as text; empty where there is none."""
+    identity: dict[str, Any] = {
+        "model": shard.model,
+        "variant": shard.variant,
+        "phase": shard.phase.value,
+        "ttft_s": shard.ttft_s,
+        "tpot_s": shard.tpot_s,
+        "method": shard.method,
+    }
+    for column, value in identity.items():
+        for found in pc.unique(table[column]).to_pylist():
+            if found != value:
+                return f"{column}={found}"
+    return ""

@@ -1,0 +1,253 @@
+"""The object store: local folders, S3 and (for tests) memory behind one small interface.
+
+The only file that imports obstore. Put-if-absent is the only primitive that correctness relies upon: it exists on S3
+(`If-None-Match: *`) and on local folders (hard link) alike. Every write is one put of bytes in memory, so no reader
+ever sees a part of an object under its key.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote, urlsplit
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import LocalStore, MemoryStore, ObjectStore, S3Store
+
+from coral_core.errors import InputError, StoreConflictError, StoreError
+
+if TYPE_CHECKING:  # obstore has these names for type checkers only
+    from obstore.store import ClientConfig, RetryConfig, S3Config
+
+SCHEMES: Final = "file:///absolute/folder, s3://bucket/prefix or memory://name"
+
+# A flow has its own retries: a dead endpoint must be told within seconds, not obstore's three minutes.
+_S3_RETRIES: Final[RetryConfig] = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
+_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_CREDENTIALS_FIX: Final = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run where an instance profile gives them"
+
+
+class Store:
+    """Objects under keys below one URL. Open with `open_store`; pickles as its URL and is opened anew there.
+
+    Every method raises StoreError, naming the object and the fix, where the store cannot be reached, refuses, or has
+    no such object, and InputError for a key that is not a plain relative path.
+    """
+
+    __slots__ = ("_objects", "url")
+
+    def __init__(self, url: str, objects: ObjectStore) -> None:
+        self.url = url
+        self._objects = objects
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (open_store, (self.url,))
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    def url_of(self, key: str) -> str:
+        """The full URL of an object or group, for people and links."""
+        return f"{self.url}/{key}"
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """Write the object, or raise StoreConflictError and change nothing where one exists under this key.
+
+        After a lost answer the write may have been done and still be reported as a conflict: where it matters, compare
+        what is stored with what was to be written.
+        """
+        with self._reported(key):
+            obstore.put(self._objects, _checked(key), data, mode="create", use_multipart=False)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write the object, in place of any that exists. For pages that are regenerated, never for records."""
+        with self._reported(key):
+            obstore.put(self._objects, _checked(key), data, mode="overwrite", use_multipart=False)
+
+    def get(self, key: str) -> bytes:
+        """All bytes of the object."""
+        data = self.find(key)
+        if data is None:
+            raise StoreError("no such object", where=self.url_of(key), fix="check the name and the store's URL")
+        return data
+
+    def find(self, key: str) -> bytes | None:
+        """All bytes of the object, or None where there is none under this key."""
+        with self._reported(key):
+            try:
+                return bytes(obstore.get(self._objects, _checked(key)).bytes())
+            except FileNotFoundError as error:
+                if _is_missing_bucket(error):
+                    raise
+                return None
+
+    def exists(self, key: str) -> bool:
+        """Whether there is an object under this key."""
+        return self.size_bytes(key) is not None
+
+    def size_bytes(self, key: str) -> int | None:
+        """Size of the object without reading it, or None where there is none under this key."""
+        with self._reported(key):
+            try:
+                return int(obstore.head(self._objects, _checked(key))["size"])
+            except FileNotFoundError:
+                return None
+
+    def list_keys(self, prefix: str) -> list[str]:
+        """All keys below the group `prefix`, sorted. For browsing: correctness never rests on a listing."""
+        with self._reported(prefix):
+            pages = obstore.list(self._objects, _checked(prefix) if prefix else None)
+            return sorted(str(entry["path"]) for page in pages for entry in page)
+
+    def list_groups(self, prefix: str) -> list[str]:
+        """Names of the groups directly below the group `prefix`, sorted. For browsing."""
+        with self._reported(prefix):
+            found = obstore.list_with_delimiter(self._objects, _checked(prefix) if prefix else None)
+            return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
+
+    def delete(self, key: str) -> None:
+        """Remove the object; it is no error where there is none."""
+        with self._reported(key):
+            try:
+                obstore.delete(self._objects, _checked(key))
+            except FileNotFoundError as error:
+                if _is_missing_bucket(error):
+                    raise
+
+    @contextmanager
+    def _reported(self, key: str) -> Iterator[None]:
+        """Turn whatever the library raises into StoreError at the object's URL."""
+        try:
+            yield
+        except AlreadyExistsError as error:
+            raise StoreConflictError(
+                "an object exists under this key", where=self.url_of(key), fix="refresh and try again"
+            ) from error
+        except (BaseError, OSError) as error:
+            what, fix = _explained(error, self.url)
+            raise StoreError(what, where=self.url_of(key), fix=fix) from error
+
+
+def open_store(url: str) -> Store:
+    """The store at `url`: file:///folder (or a plain path), s3://bucket/prefix, or memory://name within this process.
+
+    S3 takes its settings from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION,
+    AWS_ENDPOINT_URL_S3 before AWS_ENDPOINT_URL. Plain http is for loopback endpoints unless AWS_ALLOW_HTTP=true.
+    Raises InputError for a URL of another kind, StoreError where a local folder cannot be made.
+    """
+    parts = urlsplit(url)
+    if parts.query or parts.fragment:
+        raise InputError("a store URL has no query or fragment", where=url, fix=f"use {SCHEMES}")
+    match parts.scheme:
+        case "":
+            if not url:
+                raise InputError("the store URL is empty", where="store", fix=f"use {SCHEMES}")
+            return _open_folder(Path(url).absolute())
+        case "file":
+            if parts.netloc not in {"", "localhost"} or not parts.path:
+                raise InputError("a file URL needs an absolute path", where=url, fix="write file:///absolute/folder")
+            return _open_folder(Path(unquote(parts.path)))
+        case "s3":
+            return _open_bucket(url, bucket=parts.netloc, prefix=parts.path.strip("/"))
+        case "memory":
+            return _open_memory(f"memory://{parts.netloc}{parts.path}".rstrip("/"))
+        case _:
+            raise InputError(f"unknown kind of store {parts.scheme!r}", where=url, fix=f"use {SCHEMES}")
+
+
+def _open_folder(folder: Path) -> Store:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Store(folder.as_uri().rstrip("/"), LocalStore(folder))
+    except (OSError, BaseError) as error:
+        raise StoreError(
+            f"the folder cannot be opened: {error}", where=str(folder), fix="name a folder that you may write"
+        ) from error
+
+
+def _open_bucket(url: str, *, bucket: str, prefix: str) -> Store:
+    if not bucket:
+        raise InputError("the URL names no bucket", where=url, fix="write s3://bucket/prefix")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    config: S3Config = {"endpoint": endpoint} if endpoint else {}
+    allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in {"true", "1"}
+    if endpoint:
+        address = urlsplit(endpoint)
+        if address.scheme not in {"http", "https"} or not address.hostname:
+            raise InputError(f"{endpoint!r} is not an http(s) URL", where="AWS_ENDPOINT_URL_S3 / AWS_ENDPOINT_URL")
+        allow_http = allow_http or address.hostname in _LOOPBACK
+        if address.scheme == "http" and not allow_http:
+            raise InputError(
+                f"{endpoint} would send credentials and data in the clear",
+                where="AWS_ENDPOINT_URL_S3 / AWS_ENDPOINT_URL",
+                fix="use https, or set AWS_ALLOW_HTTP=true on a network you trust",
+            )
+    client: ClientConfig = {
+        "allow_http": allow_http,
+        "connect_timeout": timedelta(seconds=5),
+        "timeout": timedelta(seconds=120),
+    }
+    try:
+        objects = S3Store(
+            bucket,
+            prefix=prefix or None,
+            config=config,
+            client_options=client,
+            retry_config=_S3_RETRIES,
+        )
+    except (BaseError, ValueError) as error:
+        raise InputError(
+            f"the S3 settings are not usable: {error}", where=url, fix="check the AWS_* variables"
+        ) from error
+    return Store(f"s3://{bucket}/{prefix}".rstrip("/"), objects)
+
+
+_MEMORY: Final[dict[str, MemoryStore]] = {}
+_MEMORY_LOCK: Final = Lock()
+
+
+def _open_memory(url: str) -> Store:
+    """The same name is the same store within a process; another process has its own."""
+    with _MEMORY_LOCK:
+        return Store(url, _MEMORY.setdefault(url, MemoryStore()))
+
+
+def _checked(key: str) -> str:
+    """`key`, if it is a plain relative path; obstore would silently re-encode others."""
+    parts = key.split("/")
+    if not all(part and part.isascii() and part.isprintable() and part not in {".", ".."} for part in parts) or any(
+        sign in key for sign in '\\{}^%`[]"<>~#|*?\x7f'
+    ):
+        raise InputError("not a plain relative key", where=repr(key), fix="join plain names by single slashes")
+    return key
+
+
+def _is_missing_bucket(error: Exception) -> bool:
+    return "NoSuchBucket" in str(error)
+
+
+def _explained(error: Exception, url: str) -> tuple[str, str]:
+    """What happened and what to do, from an error of the library or the system."""
+    text = str(error)
+    first_line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    if _is_missing_bucket(error):
+        return "the bucket does not exist", "create it, or correct the store's URL"
+    if isinstance(error, UnauthenticatedError) or "InvalidAccessKeyId" in text or "SignatureDoesNotMatch" in text:
+        return "the credentials are wrong", _CREDENTIALS_FIX
+    if isinstance(error, PermissionDeniedError | PermissionError) or "Permission denied" in text:
+        if url.startswith("s3:"):
+            fix = f"{_CREDENTIALS_FIX}; allow s3:GetObject, s3:PutObject and s3:ListBucket on it"
+        else:
+            fix = "give this user the right to read and write the folder"
+        return "permission denied", fix
+    if "169.254.169.254" in text or "credential" in text.lower():
+        return f"no credentials were found: {first_line}", _CREDENTIALS_FIX
+    if url.startswith("s3:") and ("error sending request" in text or "timed out" in text or "Connect" in text):
+        return f"the store cannot be reached: {first_line}", "check AWS_ENDPOINT_URL_S3, AWS_REGION and the network"
+    return first_line, ""
