@@ -60,7 +60,7 @@ class SolveStatus(StrEnum):
 class SolveOptions:
     """Limits and tolerances. `gap_frac` is relative; `time_limit_s` is the solver's own, the only one that can stop it.
 
-    `warm_start`: a starting point (n,), NaN where unknown.
+    `warm_start`: a starting point (n,), NaN where unknown; a hint for integer programs that never changes the optimum.
     """
 
     time_limit_s: float = 60.0
@@ -75,6 +75,8 @@ class SolveOptions:
 class SolveResult:
     """What a solver found. `x` is None unless status is optimal or feasible; `bound` is the proven dual bound.
 
+    Integer variables of `x` are whole within the feasibility tolerance, not rounded. `bound` is never better than the
+    true optimum (at least it where maximising, at most it where minimising), infinite where nothing is proven.
     `row_duals` and `reduced_costs` are set for continuous programs only (the sign convention of HiGHS: the change of
     the objective per unit of the row's bound).
     """
@@ -87,6 +89,21 @@ class SolveResult:
     solver: str
     row_duals: Floats | None = None
     reduced_costs: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverInfo:
+    """Whether a solver can be used here. `size_limit`: most columns and most rows its licence allows, None = any.
+
+    `note` says why it cannot be used, or how far.
+    """
+
+    name: str
+    installed: bool
+    version: str | None
+    licensed: bool
+    size_limit: int | None
+    note: str = ""
 
 
 class Solver(Protocol):
