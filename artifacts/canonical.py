@@ -23,7 +23,7 @@ def canonical_json(value: object) -> bytes:
     Takes dataclasses, mappings with text keys, sequences, numpy numbers and arrays, enums, dates and paths. Raises
     InputError, naming the key path, for NaN, infinity and anything else.
     """
-    plain = _plain(value, "")
+    plain = plain_value(value)
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
@@ -43,8 +43,8 @@ def parsed_object(data: bytes, *, where: str) -> dict[str, Any]:
     return value
 
 
-def _plain(value: object, path: str) -> object:
-    """`value` in terms of what JSON has."""
+def plain_value(value: object, path: str = "") -> object:
+    """`value` in terms of what JSON has, keys in their order; raises as `canonical_json` does."""
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, np.generic | np.ndarray):
@@ -52,9 +52,11 @@ def _plain(value: object, path: str) -> object:
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {_key(key, path): _plain(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
+        return {
+            _key(key, path): plain_value(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        return [plain_value(item, f"{path}[{index}]") for index, item in enumerate(value)]
     return _plain_scalar(value, path or "value")
 
 

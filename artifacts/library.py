@@ -145,13 +145,7 @@ def commit(store: Store, draft: Manifest) -> Manifest:
 def commit_as(store: Store, draft: Manifest, version: int) -> Manifest:
     """Publish the draft as exactly this version. Raises StoreConflictError where another writer has it."""
     manifest = draft.model_copy(update={"version": version})
-    key, data = manifest_key(manifest.library, version), canonical_json(manifest.model_dump())
-    try:
-        store.put_if_absent(key, data)
-    except StoreConflictError:
-        # The client retries lost answers: the manifest in our way may be our own.
-        if store.find(key) != data:
-            raise
+    store.put_once(manifest_key(manifest.library, version), canonical_json(manifest.model_dump()))
     return manifest
 
 

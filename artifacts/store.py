@@ -59,11 +59,18 @@ class Store:
     def put_if_absent(self, key: str, data: bytes) -> None:
         """Write the object, or raise StoreConflictError and change nothing where one exists under this key.
 
-        After a lost answer the write may have been done and still be reported as a conflict: where it matters, compare
-        what is stored with what was to be written.
+        The client repeats a request whose answer was lost, so the object in the way may be our own: see `put_once`.
         """
         with self._reported(key):
             obstore.put(self._objects, _checked(key), data, mode="create", use_multipart=False)
+
+    def put_once(self, key: str, data: bytes) -> None:
+        """Like `put_if_absent`, but accepts that exactly these bytes are there already: safe to repeat."""
+        try:
+            self.put_if_absent(key, data)
+        except StoreConflictError:
+            if self.find(key) != data:
+                raise
 
     def put(self, key: str, data: bytes) -> None:
         """Write the object, in place of any that exists. For pages that are regenerated, never for records."""

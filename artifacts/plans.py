@@ -1,0 +1,149 @@
+"""Plan records: what was decided, why, and a report, such that a plan can be replayed exactly.
+
+plan.json is written last and holds the hashes of the others: where it is, the record is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, JsonValue, ValidationError
+
+from artifacts.canonical import canonical_json, parsed_object, sha256_hex
+from artifacts.keys import fleet_group, parse_time, plan_group, time_text
+from artifacts.store import Store
+from coral_core.errors import InputError, StoreError
+
+PLAN: Final = "plan.json"
+DECISION: Final = "decision.json"
+REPORT: Final = "report.md"
+_SCHEMA_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """Where a plan's files lie and what is in them: `keys`, `urls` and `sha256` by file name."""
+
+    fleet: str
+    time: datetime
+    keys: Mapping[str, str]
+    urls: Mapping[str, str]
+    sha256: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPlan:
+    """A plan as it was recorded."""
+
+    record: PlanRecord
+    plan: Mapping[str, Any]
+    decision: Mapping[str, Any]
+    report_md: str
+
+
+class _PlanFile(BaseModel):
+    """plan.json: the plan, and the hashes of the files beside it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    schema_version: int
+    fleet: str
+    time: AwareDatetime
+    sha256: Mapping[str, str]
+    plan: Mapping[str, JsonValue]
+
+
+def write_plan(
+    store: Store,
+    fleet: str,
+    time: datetime,
+    *,
+    plan: Mapping[str, Any],
+    decision: Mapping[str, Any],
+    report_md: str,
+) -> PlanRecord:
+    """Record a plan; repeating the same call is harmless.
+
+    Raises InputError for content that JSON cannot hold exactly (NaN, unknown types; the key path is named),
+    StoreConflictError where another plan has the same fleet and time.
+    """
+    beside = {DECISION: canonical_json(decision), REPORT: report_md.encode()}
+    hashes = {name: sha256_hex(data) for name, data in beside.items()}
+    whole = {"schema_version": _SCHEMA_VERSION, "fleet": fleet, "time": time, "sha256": hashes, "plan": plan}
+    files = {**beside, PLAN: canonical_json(whole)}
+    record = _record(store, fleet, time, {**hashes, PLAN: sha256_hex(files[PLAN])})
+    for name, data in files.items():
+        store.put_once(record.keys[name], data)
+    return record
+
+
+def read_plan(store: Store, fleet: str, time: datetime | None = None) -> StoredPlan:
+    """The plan of this time, the latest where None, checked against its hashes.
+
+    Raises InputError where there is none, StoreError where a file is missing, changed or foreign.
+    """
+    if time is None:
+        times = list_plans(store, fleet)
+        if not times:
+            raise InputError("the fleet has no plan", where=store.url_of(fleet_group(fleet)), fix="make one first")
+        time = times[-1]
+    key = f"{plan_group(fleet, time)}/{PLAN}"
+    where = store.url_of(key)
+    data = store.find(key)
+    if data is None:
+        raise InputError(f"fleet {fleet} has no plan of {time_text(time)}", where=where, fix="list the plans' times")
+    parsed_object(data, where=where)
+    try:
+        file = _PlanFile.model_validate_json(data, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise StoreError(
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}", where=where, fix="the plan is damaged or foreign"
+        ) from error
+    if (
+        file.schema_version != _SCHEMA_VERSION
+        or (file.fleet, file.time) != (fleet, time)
+        or set(file.sha256) != {DECISION, REPORT}
+    ):
+        raise StoreError(f"is not the plan of {fleet} at {time_text(time)} in a known version", where=where)
+    record = _record(store, fleet, time, {**file.sha256, PLAN: sha256_hex(data)})
+    beside = {name: _verified(store, record, name) for name in (DECISION, REPORT)}
+    return StoredPlan(
+        record=record,
+        plan=file.plan,
+        decision=parsed_object(beside[DECISION], where=record.urls[DECISION]),
+        report_md=beside[REPORT].decode(),
+    )
+
+
+def list_plans(store: Store, fleet: str) -> list[datetime]:
+    """Times of the fleet's whole plans, oldest first."""
+    group = fleet_group(fleet)
+    found = []
+    for key in store.list_keys(group):
+        folder, _, name = key.removeprefix(f"{group}/").rpartition("/")
+        if name == PLAN:
+            found.append(parse_time(folder))
+    return sorted(found)
+
+
+def list_fleets(store: Store) -> list[str]:
+    """Names of the fleets that have plans, sorted."""
+    return store.list_groups("plans")
+
+
+def _record(store: Store, fleet: str, time: datetime, sha256: Mapping[str, str]) -> PlanRecord:
+    group = plan_group(fleet, time)
+    keys = {name: f"{group}/{name}" for name in (PLAN, DECISION, REPORT)}
+    urls = {name: store.url_of(key) for name, key in keys.items()}
+    return PlanRecord(fleet=fleet, time=time, keys=keys, urls=urls, sha256=sha256)
+
+
+def _verified(store: Store, record: PlanRecord, name: str) -> bytes:
+    data = store.get(record.keys[name])
+    if sha256_hex(data) != record.sha256[name]:
+        raise StoreError("is not what its plan.json names", where=record.urls[name], fix="the file was changed later")
+    return data
