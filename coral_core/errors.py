@@ -6,6 +6,8 @@ The CLI prints an error of this tree as one line and exits with its `exit_code`.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import ClassVar
 
 
@@ -103,3 +105,13 @@ class MeasurementError(CoralError):
 
     exit_code = 9
     kind = "measurement"
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str], *, where: str = "") -> InputError:
+    """The error for a `name` that is no known `kind` (GPU, model, region, ...): near misses first, else all names."""
+    names = sorted(known)
+    by_folded = {candidate.casefold(): candidate for candidate in names}
+    near = [by_folded[match] for match in difflib.get_close_matches(name.casefold(), by_folded, n=3, cutoff=0.5)]
+    everything = f"known: {', '.join(names)}" if names else "none is known"
+    fix = f"did you mean {' or '.join(near)}?" if near else everything
+    return InputError(f"unknown {kind} {name!r}", where=where, fix=fix)
