@@ -1,0 +1,234 @@
+"""Stage capacities T^ of node configurations for one (model, variant, phase, SLO): DESIGN 3.1.
+
+Units: tokens/s for prefill (prompt tokens) and decode (generated tokens), requests/s for aggregated. All figures are
+analytic (`CapacitySource.ESTIMATED`) with unknown error until measurements are compared with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coral_core.domain import model_math
+from coral_core.domain.capacity import CapacityTable
+from coral_core.domain.hardware import NodeConfig
+from coral_core.domain.models import ModelShape
+from coral_core.domain.templates import CapacitySource
+from coral_core.domain.workload import Lengths, Phase, Slo
+from coral_core.errors import DataGapError, InputError
+from coral_core.perf import memory
+from coral_core.perf.assumptions import CapacityAssumptions
+from coral_core.perf.factors import Factors, load_factors
+from coral_core.perf.search import Best, Budgets, Layout, Question, ReplicaSteps, best_batch, layouts, replica_steps
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+FORMULA_VERSION = 1
+"""Raise when a formula of this package changes: capacities with other versions are not the same inputs."""
+
+_DEFAULTS = CapacityAssumptions()
+
+
+def capacity_table(
+    *,
+    shape: ModelShape,
+    variant: str,
+    phase: Phase,
+    slo: Slo,
+    lengths: Lengths,
+    configs: Sequence[NodeConfig],
+    max_stages: int,
+    assumptions: CapacityAssumptions = _DEFAULTS,
+    factors: Factors | None = None,
+) -> CapacityTable:
+    """T^ of every configuration for S = 1..max_stages and j = 1..L, at the published split's budget SLO/S.
+
+    `throughput` is (S, C, L), non-increasing in j (a node that may hold more layers at a throughput may hold fewer;
+    the layout is then that of the larger j). Prefill's budget is the TTFT, decode's the TPOT, aggregated has both.
+
+    Raises InputError for values that make no sense and DataGapError where a GPU's efficiency is not known, or where
+    estimates are not allowed (there are no measured profiles to use instead).
+    """
+    _check_inputs(shape, lengths, slo, configs, max_stages)
+    if not assumptions.allow_estimates:
+        raise DataGapError(
+            f"no measured profile of model {shape.name} on {', '.join(config.name for config in configs)}",
+            fix="allow estimates, or profile these configurations",
+        )
+    question = Question(
+        shape=shape,
+        variant=variant,
+        phase=phase,
+        lengths=lengths,
+        assumptions=assumptions,
+        factors=load_factors() if factors is None else factors,
+    )
+    budgets = published_budgets(phase, slo, max_stages)
+    names: dict[str, int] = {}
+    throughput = np.zeros((max_stages, len(configs), shape.layers))
+    layout = np.full(throughput.shape, -1, dtype=np.int16)
+    tabulated: dict[tuple[str, int], ReplicaSteps] = {}
+    for index, config in enumerate(configs):
+        node = node_capacity(question, config, budgets, tabulated)
+        throughput[:, index] = node.rate * assumptions.max_utilization_frac[phase]
+        codes = np.array([names.setdefault(str(item), len(names)) for item in node.layouts], dtype=np.int16)
+        layout[:, index] = np.where(node.rate > 0, codes[node.layout], -1)
+    return CapacityTable(
+        model=shape.name,
+        variant=variant,
+        phase=phase,
+        slo=slo,
+        configs=tuple(config.name for config in configs),
+        layers=shape.layers,
+        throughput=throughput,
+        layout=layout,
+        layouts=tuple(names),
+        sources=(CapacitySource.ESTIMATED,) * len(configs),
+        error_frac=(None,) * len(configs),
+        memory_bytes=np.array([float(config.memory_bytes) for config in configs]),
+        usable_memory_bytes=np.array(
+            [config.gpu_count * memory.usable_bytes(config.gpu, assumptions) for config in configs]
+        ),
+        model_bytes=model_math.weight_bytes(shape, variant),
+        inputs_hash=_inputs_hash(question, slo, configs, max_stages),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCapacity:
+    """T^ of one node before utilisation, (S, L), and how it comes about.
+
+    `layout` indexes `layouts`, `batch` is per replica, `layers` the number of layers j' >= j of the operating point
+    that the suffix maximum took. All three are meaningless where `rate` is 0.
+    """
+
+    rate: Floats
+    layout: Ints
+    batch: Ints
+    layers: Ints
+    layouts: tuple[Layout, ...]
+
+
+def node_capacity(
+    question: Question,
+    config: NodeConfig,
+    budgets: Budgets,
+    tabulated: dict[tuple[str, int], ReplicaSteps] | None = None,
+) -> NodeCapacity:
+    """The best of all internal layouts, non-increasing in layers. `tabulated` keeps what nodes of one GPU share."""
+    known = {} if tabulated is None else tabulated
+    candidates = layouts(question, config)
+    results: list[Best] = []
+    for layout in candidates:
+        key = (config.gpu.name, layout.tp)
+        if key not in known:
+            known[key] = replica_steps(question, config, layout.tp)
+        results.append(best_batch(question, config, layout, known[key], budgets))
+    rates = np.stack([result.rate for result in results])
+    chosen = rates.argmax(axis=0)
+    rate = np.take_along_axis(rates, chosen[None], axis=0)[0]
+    batch = np.take_along_axis(np.stack([result.batch for result in results]), chosen[None], axis=0)[0]
+    source = _suffix_argmax(rate)
+    return NodeCapacity(
+        rate=np.take_along_axis(rate, source, axis=1),
+        layout=np.take_along_axis(chosen, source, axis=1),
+        batch=np.take_along_axis(batch, source, axis=1),
+        layers=source + 1,
+        layouts=tuple(candidates),
+    )
+
+
+def published_budgets(phase: Phase, slo: Slo, max_stages: int) -> Budgets:
+    """Every one of S stages gets SLO/S."""
+    stages = np.arange(1.0, max_stages + 1)
+    total = slo.ttft_s if phase is Phase.PREFILL else slo.tpot_s
+    first = slo.ttft_s / stages if phase is Phase.AGGREGATED else np.full(max_stages, np.inf)
+    return Budgets(stage_s=total / stages, rest_s=total * (stages - 1) / stages, first_token_s=first, hops=stages > 1)
+
+
+def _suffix_argmax(rate: Floats) -> Ints:
+    """For each j the index of the largest rate at j or beyond, the nearest one where several are equal."""
+    backwards = rate[:, ::-1]
+    running = np.maximum.accumulate(backwards, axis=1)
+    positions = np.where(backwards >= running, np.arange(rate.shape[1]), 0)
+    nearest = np.maximum.accumulate(positions, axis=1)
+    source: Ints = rate.shape[1] - 1 - nearest[:, ::-1]
+    return source
+
+
+def _check_inputs(
+    shape: ModelShape, lengths: Lengths, slo: Slo, configs: Sequence[NodeConfig], max_stages: int
+) -> None:
+    positive = {
+        "slo.ttft_s": slo.ttft_s,
+        "slo.tpot_s": slo.tpot_s,
+        "lengths.mean_input_tokens": lengths.mean_input_tokens,
+        "lengths.mean_output_tokens": lengths.mean_output_tokens,
+        "max_stages": max_stages,
+        "shape.layers": shape.layers,
+    }
+    for config in configs:
+        where = f"configs[{config.name}]"
+        positive[f"{where}.gpu_count"] = config.gpu_count
+        positive[f"{where}.nic_bytes_per_s"] = config.nic_bytes_per_s
+        positive[f"{where}.gpu.memory_bytes"] = config.gpu.memory_bytes
+        positive[f"{where}.gpu.memory_bandwidth_bytes_per_s"] = config.gpu.memory_bandwidth_bytes_per_s
+        positive[f"{where}.gpu.link_bytes_per_s"] = config.gpu.link_bytes_per_s
+        for dtype, peak in config.gpu.compute_flops_per_s.items():
+            positive[f"{where}.gpu.compute_flops_per_s[{dtype}]"] = peak
+    for where, value in positive.items():
+        if not math.isfinite(value) or value <= 0:
+            raise InputError(f"{value!r} is not a positive, finite number", where=where)
+    context = lengths.mean_input_tokens + lengths.mean_output_tokens
+    if context > shape.max_context_tokens:
+        raise InputError(
+            f"mean input and output are {context:g} tokens, model {shape.name} takes {shape.max_context_tokens}",
+            where="lengths",
+        )
+    names = [config.name for config in configs]
+    if not names:
+        raise InputError("no node configuration is given", where="configs")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InputError(f"configurations given twice: {', '.join(twice)}", where="configs")
+
+
+def _inputs_hash(question: Question, slo: Slo, configs: Sequence[NodeConfig], max_stages: int) -> str:
+    """What T^ depends on, and nothing else: no prices, sources, dates or published figures."""
+    shape = asdict(question.shape)
+    for key in ("source", "as_of", "published_params", "default_variant", "variants"):
+        del shape[key]
+    gpus = {config.gpu.name for config in configs}
+    facts = {
+        "version": FORMULA_VERSION,
+        "shape": shape,
+        "variant": asdict(model_math.variant_of(question.shape, question.variant)),
+        "phase": question.phase.value,
+        "slo": asdict(slo),
+        "lengths": [question.lengths.mean_input_tokens, question.lengths.mean_output_tokens],
+        "max_stages": max_stages,
+        "configs": [
+            [
+                config.name,
+                config.gpu_count,
+                config.nic_bytes_per_s,
+                config.gpu.name,
+                config.gpu.memory_bytes,
+                config.gpu.memory_bandwidth_bytes_per_s,
+                sorted(config.gpu.compute_flops_per_s.items()),
+                config.gpu.link_bytes_per_s,
+            ]
+            for config in configs
+        ],
+        "efficiency": sorted([*key, asdict(row)] for key, row in question.factors.efficiency.items() if key[0] in gpus),
+        "all_reduce": sorted([*key, asdict(row)] for key, row in question.factors.all_reduce.items() if key[0] in gpus),
+        "assumptions": asdict(question.assumptions),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,261 @@
+"""The best batch and internal layout of one node, for every number of stages and of layers held.
+
+Data: per layout TP x PP x DP = n and per batch size b the layer time t(b), the step's tokens m(b) and product u(b);
+the stage's latency budget beta and the rest rho of the pipeline's (both by the number of stages S), hop h(b) (S > 1).
+Variables: the layout, integer b in 1..b_max.
+Constraints, for j layers of which a GPU holds g = ceil(j/PP):
+    latency    j t + PP o + (PP-1) h_inner + h <= beta; aggregated also ceil(in/C) times its compute part <= beta_ttft
+    memory     g (weights + KV live) + activations <= usable, per GPU
+               live = max(rate (latency + rho), DP b) / DP: what Little's law puts on the node, the other stages taking
+               at most rho, and no less than the batches in computation
+Objective: maximise rate = min( DP u / (g t + o), NIC limit(j) ).
+
+A hop adds latency, not occupancy. The search is exact over all b up to DENSE; above, a grid of ratio GRID_RATIO is
+refined around its best point.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coral_core.domain.hardware import NodeConfig
+from coral_core.domain.models import ModelShape
+from coral_core.domain.workload import Lengths, Phase
+from coral_core.perf import memory, network
+from coral_core.perf.assumptions import CapacityAssumptions
+from coral_core.perf.factors import Factors
+from coral_core.perf.roofline import LayerTime, Step, layer_time, mean_context_tokens, step_of
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+DENSE = 48
+GRID_RATIO = 1.06
+REFINEMENTS = 25
+PREFILL_KV_BATCHES = 2
+"""Batches whose KV a prefill GPU holds: the one in computation and the one being sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Tensor, pipeline and data parallelism inside a node; their product is the number of GPUs."""
+
+    tp: int
+    pp: int
+    dp: int
+
+    def __str__(self) -> str:
+        return f"tp{self.tp} pp{self.pp} dp{self.dp}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Latency budgets, (S,) each. `stage_s`: the bound on one stage per step, `rest_s`: on all other stages together.
+
+    `first_token_s` bounds a prompt's chunks in one stage (aggregated; infinite otherwise). `hops`: S > 1.
+    """
+
+    stage_s: Floats
+    rest_s: Floats
+    first_token_s: Floats
+    hops: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """All that the capacity of a node depends on, but the node and its budgets."""
+
+    shape: ModelShape
+    variant: str
+    phase: Phase
+    lengths: Lengths
+    assumptions: CapacityAssumptions
+    factors: Factors
+
+    @property
+    def max_batch(self) -> int:
+        """Largest batch per replica: the engine's limits on requests and on prompt tokens in a step."""
+        limit = self.assumptions.max_batch_requests
+        tokens_in = self.lengths.mean_input_tokens
+        if self.phase is Phase.PREFILL:
+            limit = min(limit, int(self.assumptions.max_prefill_tokens / tokens_in))
+        if self.phase is Phase.AGGREGATED:
+            limit = min(limit, int(self.assumptions.max_prefill_tokens * self.lengths.mean_output_tokens / tokens_in))
+        return max(limit, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSteps:
+    """Steps of one replica of `tp` GPUs of one type for every batch 1..b_max: (b_max,) arrays, by batch - 1."""
+
+    step: Step
+    time: LayerTime
+    layer_s: Floats
+    activation_bytes: Floats
+
+
+def replica_steps(question: Question, config: NodeConfig, tp: int) -> ReplicaSteps:
+    """Tabulate all batches; the same for all layouts with this `tp` of nodes with this GPU."""
+    step = step_of(question.phase, np.arange(1.0, question.max_batch + 1), question.lengths)
+    time = layer_time(
+        shape=question.shape,
+        variant=question.variant,
+        gpu=config.gpu,
+        tp=tp,
+        step=step,
+        lengths=question.lengths,
+        factors=question.factors,
+        layer_overhead_s=question.assumptions.layer_overhead_s,
+    )
+    activation_bytes = memory.activation_bytes_per_gpu(question.shape, tp, step)
+    return ReplicaSteps(step=step, time=time, layer_s=time.total_s, activation_bytes=activation_bytes)
+
+
+def layouts(question: Question, config: NodeConfig) -> list[Layout]:
+    """Internal layouts the engine can run: heads and MLP widths divide by TP; KV heads divide by it or into it.
+
+    TP only at sizes whose all-reduce is known on this GPU; an MLA latent is not split, so it sets no limit.
+    """
+    shape, n = question.shape, config.gpu_count
+    return [
+        Layout(tp=tp, pp=pp, dp=n // tp // pp)
+        for tp in range(1, n + 1)
+        if n % tp == 0 and _tp_runs(shape, tp) and (tp == 1 or (config.gpu.name, tp) in question.factors.all_reduce)
+        for pp in range(1, n // tp + 1)
+        if n // tp % pp == 0 and pp <= shape.layers
+    ]
+
+
+def _tp_runs(shape: ModelShape, tp: int) -> bool:
+    widths = [shape.heads, shape.intermediate] + ([] if shape.moe is None else [shape.moe.intermediate])
+    kv_heads_fit = shape.mla is not None or shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
+    return kv_heads_fit and all(width % tp == 0 for width in widths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best throughput, (S, L), and the batch that gives it; 0 where there is none."""
+
+    rate: Floats
+    batch: Ints
+
+
+def best_batch(question: Question, config: NodeConfig, layout: Layout, steps: ReplicaSteps, budgets: Budgets) -> Best:
+    """Search all batches of one layout, for all S and all j = 1..L at once."""
+    layers = np.arange(1, question.shape.layers + 1)
+    evaluator = _Evaluator(question, config, layout, steps, budgets)
+    grid = _grid(question.max_batch)
+    # Without a hop (S = 1) and with one, the arrays differ; between values of S > 1 only the budgets do.
+    values = evaluator.rates(layers[None, :, None], grid[None, None, :])
+    at = values.argmax(axis=2)
+    rate, batch = np.take_along_axis(values, at[..., None], axis=2)[..., 0], grid[at]
+    if grid[-1] > DENSE:
+        low, high = grid[np.maximum(at - 1, 0)], grid[np.minimum(at + 1, len(grid) - 1)]
+        fine = np.rint(np.linspace(low, high, REFINEMENTS, axis=2)).astype(np.int64)
+        values = evaluator.rates(layers[None, :, None], fine)
+        at = values.argmax(axis=2)
+        fine_rate = np.take_along_axis(values, at[..., None], axis=2)[..., 0]
+        better = fine_rate > rate
+        rate = np.where(better, fine_rate, rate)
+        batch = np.where(better, np.take_along_axis(fine, at[..., None], axis=2)[..., 0], batch)
+    return Best(rate=rate, batch=np.where(rate > 0, batch, 0))
+
+
+def _grid(max_batch: int) -> Ints:
+    dense = np.arange(1, min(max_batch, DENSE) + 1)
+    if max_batch <= DENSE:
+        return dense
+    count = int(np.ceil(np.log(max_batch / DENSE) / np.log(GRID_RATIO))) + 1
+    return np.unique(np.concatenate([dense, np.rint(np.geomspace(DENSE, max_batch, count)).astype(np.int64)]))
+
+
+class _Evaluator:
+    """Rates of one layout for (S, layers, batch) arrays that broadcast together."""
+
+    def __init__(
+        self, question: Question, config: NodeConfig, layout: Layout, steps: ReplicaSteps, budgets: Budgets
+    ) -> None:
+        self.question, self.config, self.layout = question, config, layout
+        self.steps, self.budgets = steps, budgets
+        shape, variant, assumptions = question.shape, question.variant, question.assumptions
+        lengths, tp = question.lengths, layout.tp
+        tokens = steps.step.tokens
+        self.hop_s = network.hop_time(shape=shape, config=config, dp=layout.dp, tokens=tokens, assumptions=assumptions)
+        inner = network.inner_hop_time(shape=shape, config=config, tokens=tokens, assumptions=assumptions)
+        self.fixed_s = layout.pp * assumptions.step_overhead_s + (layout.pp - 1) * inner
+        self.weights = memory.weight_bytes_per_gpu_layer(shape, variant, tp)
+        self.kv_decode = memory.kv_bytes_per_gpu_layer(shape, variant, tp, mean_context_tokens(lengths))
+        self.kv_prompt = memory.kv_bytes_per_gpu_layer(shape, variant, tp, lengths.mean_input_tokens)
+        self.free = memory.usable_bytes(config.gpu, assumptions)
+
+    def latency_s(self, layers: Ints, batch: Ints) -> Floats:
+        """Compute latency of a step through the node."""
+        result: Floats = layers * self.steps.layer_s[batch - 1] + self.fixed_s[batch - 1]
+        return result
+
+    def occupancy_s(self, layers: Ints, batch: Ints) -> Floats:
+        """Time a step occupies the slowest internal stage."""
+        held = -(-layers // self.layout.pp)
+        result: Floats = held * self.steps.layer_s[batch - 1] + self.question.assumptions.step_overhead_s
+        return result
+
+    def chunks(self, batch: Ints) -> Floats:
+        """Steps that one prompt takes (aggregated)."""
+        result: Floats = np.ceil(self.question.lengths.mean_output_tokens / batch)
+        return result
+
+    def nic_rate(self, layers: Ints) -> Floats:
+        """The NIC's limit, (S, L, 1)."""
+        question = self.question
+        limits = [
+            network.nic_limit(
+                self.config,
+                network.nic_bytes_per_unit(
+                    shape=question.shape,
+                    variant=question.variant,
+                    phase=question.phase,
+                    lengths=question.lengths,
+                    hops=hops,
+                    layers=layers.astype(np.float64),
+                    assumptions=question.assumptions,
+                ),
+                question.assumptions,
+            )
+            for hops in (False, True)
+        ]
+        return np.where(self.budgets.hops[:, None, None], limits[1], limits[0])
+
+    def kv_bytes(self, rate: Floats, residence_s: Floats, batch: Ints) -> Floats:
+        """KV on one GPU per layer held."""
+        question, dp = self.question, self.layout.dp
+        if question.phase is Phase.PREFILL:
+            return PREFILL_KV_BATCHES * batch.astype(np.float64) * self.kv_prompt
+        if question.phase is Phase.DECODE:
+            decode: Floats = np.maximum(rate * residence_s / dp, batch) * self.kv_decode
+            return decode
+        decoding = np.maximum(rate * question.lengths.mean_output_tokens * residence_s / dp, batch)
+        # A prompt holds KV while its chunks pass; charged in full from its first chunk, and never less than one.
+        prefilling = np.maximum(rate * self.chunks(batch) * residence_s / dp, 1.0)
+        both: Floats = decoding * self.kv_decode + prefilling * self.kv_prompt
+        return both
+
+    def rates(self, layers: Ints, batch: Ints) -> Floats:
+        """Throughput of the node; 0 where a constraint fails."""
+        budgets, layout = self.budgets, self.layout
+        index = batch - 1
+        latency = self.latency_s(layers, batch)
+        hop = np.where(budgets.hops[:, None, None], self.hop_s[index], 0.0)
+        rate = np.minimum(
+            layout.dp * self.steps.step.produced[index] / self.occupancy_s(layers, batch), self.nic_rate(layers)
+        )
+        fits = latency + hop <= budgets.stage_s[:, None, None]
+        if self.question.phase is Phase.AGGREGATED:
+            fits &= self.chunks(batch) * latency + hop <= budgets.first_token_s[:, None, None]
+        kv = self.kv_bytes(rate, latency + hop + budgets.rest_s[:, None, None], batch)
+        held = -(-layers // layout.pp)
+        fits &= held * (self.weights + kv) + self.steps.activation_bytes[index] <= self.free
+        fits &= layers >= layout.pp
+        return np.where(fits, rate, 0.0)
