@@ -1,4 +1,4 @@
-"""Quantities carry their unit in their name, in every field of every record and in every parameter."""
+"""Quantities carry their unit in their name, in every field of every record."""
 
 from __future__ import annotations
 
@@ -26,17 +26,15 @@ PURE = {
 NUMBER = re.compile(r"\b(?:int|float|float64|int64|Floats)\b")
 
 
-def number_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Annotated fields and parameters that hold numbers or arrays of them."""
+def number_fields(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Annotated fields of classes that hold numbers or arrays of them."""
     for node in ast.walk(tree):
-        match node:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name), annotation=annotation)
-                | ast.arg(arg=name, annotation=ast.expr() as annotation)
-            ):
-                text = ast.unparse(annotation)
-                if NUMBER.search(text) and "Callable" not in text:
-                    yield node.lineno, name
+        for item in node.body if isinstance(node, ast.ClassDef) else ():
+            match item:
+                case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation):
+                    text = ast.unparse(annotation)
+                    if NUMBER.search(text) and "Callable" not in text:
+                        yield item.lineno, name
 
 
 def test_quantities_name_their_unit():
@@ -44,7 +42,7 @@ def test_quantities_name_their_unit():
     strays = []
     for package in ("coral_core", "artifacts", "tasks", "flows"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            for line, name in number_names(ast.parse(path.read_text(encoding="utf-8"))):
+            for line, name in number_fields(ast.parse(path.read_text(encoding="utf-8"))):
                 found += bool(UNIT.search(name))
                 if QUANTITIES & set(name.split("_")) and not UNIT.search(name) and name not in PURE:
                     strays.append(f"{path.relative_to(ROOT)}:{line}: {name}")
