@@ -1,0 +1,82 @@
+"""The `coral` command: a tree of lazily imported commands, one line per expected failure, exit codes that mean something."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from cyclopts import App, CycloptsError
+
+from coral_core import __version__
+from coral_core.errors import CoralError, InputError
+
+USAGE_EXIT_CODE = InputError.exit_code
+
+app = App(
+    name="coral",
+    version=__version__,
+    help="Serve many LLMs at once on rented, mixed cloud GPUs at the least cost.",
+    help_epilogue="Exit codes: 0 done, 2 wrong input, 3 no (full) solution, 4 a fact is missing, 5 solver, 6 store.",
+)
+for group, text in {
+    "catalog": "GPUs, node configurations and their prices.",
+    "models": "Models that can be planned; add one from a Hugging Face config.json.",
+    "workload": "Traces and their statistics.",
+    "scenario": "What to serve, where, on what: list, show and copy scenarios.",
+    "library": "Build, list, show and compare template libraries.",
+    "plan": "The cheapest plan for a scenario, and why it is so.",
+    "placement": "Solve placement problems of your own (JSON in, JSON out).",
+    "allocation": "Solve allocation problems of your own (JSON in, JSON out).",
+    "flows": "Prefect: run the flows, serve the deployments.",
+}.items():
+    app.command(f"coral_core.cli.{group}:app", name=group, help=text)
+app.command(
+    "coral_core.cli.doctor:doctor", name="doctor", help="What is installed, licensed and reachable; input ages."
+)
+app.command("coral_core.cli.demo:demo", name="demo", help="The main job on the scenario `tiny`, end to end.")
+app.register_install_completion_command(name="--install-completion")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit; expected failures print one line, bugs keep their traceback."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        refuse_foreign_packages()
+        result = app(arguments, print_error=False, exit_on_error=False, result_action="return_value")
+    except CycloptsError as error:
+        return _fail(str(error), USAGE_EXIT_CODE)
+    except CoralError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        # The reader (head, less) has gone; keep the interpreter from failing once more while it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return result if isinstance(result, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"coral: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def refuse_foreign_packages() -> None:
+    """`flows`, `tasks` and `artifacts` are common names: InputError if Python would import somebody else's."""
+    home = Path(__file__).resolve().parents[2]
+    for name in ("flows", "tasks", "artifacts"):
+        spec = importlib.util.find_spec(name)
+        origin = Path(spec.origin).resolve() if spec and spec.origin else None
+        if origin != home / name / "__init__.py":
+            found = "is not installed" if origin is None else f"comes from {origin.parent}"
+            raise InputError(
+                f"the package `{name}` {found}, not from this installation of Coral ({home})",
+                where="sys.path",
+                fix="run from another folder, or use an environment of Coral's own",
+            )

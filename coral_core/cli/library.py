@@ -1,0 +1,179 @@
+"""`coral library`: build, list, show and compare template libraries."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
+from coral_core.cli.output import print_json, print_note, print_table, print_text
+from coral_core.cli.work import choose_executor, library_progress, open_configured_store, resolved_scenario
+
+app = App(name="library", help="Build, list, show and compare template libraries.")
+
+ExecutorName = Annotated[
+    Literal["auto", "ray", "inline"],
+    Parameter(name="--executor", help="auto: Ray where it is installed and pays, else processes of this machine."),
+]
+
+
+@app.command
+def build(
+    *,
+    scenario: ScenarioName = "tiny",
+    method: Annotated[Literal["lattice", "ilp"] | None, Parameter(help="Default: the scenario's.")] = None,
+    executor: ExecutorName = "auto",
+    workers: Annotated[int | None, Parameter(help="Processes or CPUs; default: all of this machine's.")] = None,
+    allow_partial: Annotated[
+        bool, Parameter(negative="", help="Commit even where shards failed; plans may then be dearer than need be.")
+    ] = False,
+    dry_run: Annotated[bool, Parameter(negative="", help="Only say what would be solved.")] = False,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Build a scenario's template library; an interrupted build goes on where it was."""
+    from tasks.library import Build, build_library, build_spec_from_scenario
+
+    spec = build_spec_from_scenario(resolved_scenario(scenario), method=method)
+    opened = open_configured_store(store)
+    if dry_run:
+        progress = Build(spec, opened).progress
+        document = {"library": spec.library, "shards": progress.total, "finished": progress.done}
+        if as_json:
+            print_json(document)
+        else:
+            print_text(f"library {spec.library}: {progress.total} shards, {progress.done} of them finished already")
+        return
+    run = choose_executor(executor, workers=workers or os.cpu_count() or 1, heavy=spec.method == "ilp")
+    with library_progress(spec.library, quiet=as_json) as on_progress:
+        manifest = build_library(spec, opened, run, on_progress=on_progress, allow_partial=allow_partial)
+    if as_json:
+        print_json(manifest.model_dump(mode="json"))
+        return
+    print_text(
+        f"library {manifest.library} version {manifest.version}: {manifest.rows:,} templates in "
+        f"{manifest.shards_present} shards -> {opened.url_of(f'libraries/{manifest.library}')}"
+    )
+    for record in manifest.failed:
+        print_note(f"failed: {record.shard}: {record.error}")
+
+
+@app.command(name="list")
+def list_all(*, store: StoreUrl = None, as_json: AsJson = False) -> None:
+    """List the libraries in the store and their newest version."""
+    from artifacts.library import list_libraries, list_versions, open_library
+
+    opened = open_configured_store(store)
+    found = []
+    for name in list_libraries(opened):
+        manifest = open_library(opened, name).manifest
+        found.append(
+            {
+                "library": name,
+                "version": manifest.version,
+                "versions": len(list_versions(opened, name)),
+                "templates": manifest.rows,
+                "shards": manifest.shards_present,
+                "failed": manifest.shards_failed,
+                "created_at": manifest.created_at.isoformat(timespec="seconds"),
+            }
+        )
+    if as_json:
+        print_json(found)
+        return
+    columns = ("library", "newest version", "versions", "templates", "shards", "failed", "created")
+    print_table(f"Libraries in {opened.url}", columns, [tuple(item.values()) for item in found])
+
+
+@app.command
+def show(
+    name: str,
+    *,
+    version: Annotated[int | None, Parameter(help="Default: the newest.")] = None,
+    top: Annotated[int, Parameter(help="Templates shown per model and phase, most throughput per node first.")] = 3,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a snapshot: what it was built from, what it holds, its best templates per model and phase."""
+    from artifacts.library import open_library
+
+    snapshot = open_library(open_configured_store(store), name, version)
+    manifest = snapshot.manifest
+    if as_json:
+        print_json(manifest.model_dump(mode="json"))
+        return
+    print_text(
+        f"library {name} version {manifest.version}, created {manifest.created_at:%Y-%m-%d %H:%M} UTC by coral "
+        f"{manifest.code_version}: {manifest.rows:,} templates, {manifest.shards_present} shards, "
+        f"{manifest.shards_failed} failed; N_max {manifest.parameters.get('n_max')}, "
+        f"rho {manifest.parameters.get('rho')}, method {manifest.parameters.get('method')}"
+    )
+    rows = []
+    for item in _best_templates(snapshot, top):
+        unit = "requests/s" if item["phase"] == "aggregated" else "tokens/s"
+        stages = zip(item["stage_layers"], item["stage_nodes"], strict=True)
+        rows.append(
+            (
+                item["model"],
+                item["variant"],
+                item["phase"],
+                item["template_id"],
+                item["n_nodes"],
+                " | ".join(f"{layers} on {', '.join(nodes)}" for layers, nodes in stages),
+                f"{item['throughput']:,.4g} {unit}",
+                item["source"],
+            )
+        )
+    columns = ("model", "variant", "phase", "template", "nodes", "layers per stage", "throughput", "source")
+    print_table("Best templates by throughput per node (predicted)", columns, rows)
+
+
+@app.command
+def diff(
+    name: str,
+    old: int,
+    new: Annotated[int | None, Parameter(help="Default: the newest.")] = None,
+    *,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two snapshots of a library: templates added, removed, and changed in throughput, per model and phase."""
+    from artifacts.diff import DiffRow, diff_libraries
+    from artifacts.library import open_library
+
+    opened = open_configured_store(store)
+    difference = diff_libraries(open_library(opened, name, old), open_library(opened, name, new))
+    summary = [dataclasses.asdict(row) for row in difference.summary()]
+    if as_json:
+        print_json(summary)
+        return
+    columns = [field.name.replace("_", " ") for field in dataclasses.fields(DiffRow)]
+    print_table(f"Library {name}: version {old} -> {new or 'newest'}", columns, [tuple(i.values()) for i in summary])
+
+
+def _best_templates(snapshot: Any, top: int) -> list[dict[str, Any]]:  # noqa: ANN401 - a lazily imported type
+    import pyarrow.compute as pc
+
+    from artifacts.templates import phase_throughput
+
+    rows = snapshot.read()
+    rows = rows.append_column("throughput", phase_throughput(rows))
+    best: list[dict[str, Any]] = []
+    groups = (
+        rows.group_by(["model", "variant", "phase"])
+        .aggregate([])
+        .sort_by([("model", "ascending"), ("variant", "ascending"), ("phase", "descending")])
+    )
+    for group in groups.to_pylist():
+        mask = None
+        for key, value in group.items():
+            this = pc.equal(rows[key], value)
+            mask = this if mask is None else pc.and_(mask, this)
+        chosen = rows.filter(mask)
+        per_node = pc.divide(chosen["throughput"], pc.cast(chosen["n_nodes"], "float64"))
+        chosen = chosen.append_column("per_node", per_node).sort_by([("per_node", "descending")])
+        best += chosen.slice(0, top).to_pylist()
+    return best

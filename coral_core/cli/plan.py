@@ -1,0 +1,221 @@
+"""`coral plan`: the cheapest plan for a scenario, why it is so, and the record of earlier ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from coral_core.cli.library import ExecutorName
+from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
+from coral_core.cli.output import print_json, print_note, print_table, print_text
+from coral_core.cli.work import choose_executor, library_progress, open_configured_store, resolved_scenario
+from coral_core.config.settings import load_settings
+from coral_core.errors import NoSolutionError
+
+if TYPE_CHECKING:
+    from artifacts.library import LibrarySnapshot
+    from artifacts.plans import StoredPlan
+    from artifacts.store import Store
+    from coral_core.config.resolve import ResolvedScenario
+
+app = App(name="plan", help="The cheapest plan for a scenario, and why it is so.")
+
+Fleet = Annotated[str | None, Parameter(help="Fleet the plan belongs to; default: CORAL_FLEET, else `default`.")]
+At = Annotated[str, Parameter(help="Time of a recorded plan (`coral plan list`), or `latest`.")]
+
+
+@app.default
+def plan(
+    *,
+    scenario: ScenarioName = "tiny",
+    dry_run: Annotated[bool, Parameter(negative="", help="Print the plan and write nothing.")] = False,
+    keep_running: Annotated[
+        bool, Parameter(negative="", help="Take the fleet's last recorded plan as what runs now (start-ups cost).")
+    ] = False,
+    require_full: Annotated[
+        bool, Parameter(negative="", help="Exit with code 3 where a demand or a floor is not fully met.")
+    ] = False,
+    library_version: Annotated[int | None, Parameter(help="Default: the newest; built first where missing.")] = None,
+    executor: ExecutorName = "auto",
+    fleet: Fleet = None,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> int:
+    """Find the cheapest plan of a scenario, beside the baselines, and record it (nothing is rented)."""
+    from artifacts.plans import PLAN, list_plans, read_plan, write_plan
+    from coral_core.clock import SystemClock
+    from tasks.plan import make_plan, running_from_plan
+
+    resolved = resolved_scenario(scenario)
+    opened = open_configured_store(store)
+    fleet = fleet or load_settings().fleet
+    snapshot = usable_library(
+        resolved, opened, version=library_version, executor=executor, dry_run=dry_run, quiet=as_json
+    )
+    has_plan = keep_running and bool(list_plans(opened, fleet))
+    running = running_from_plan(read_plan(opened, fleet).plan) if has_plan else ()
+    now = SystemClock().now()
+    outcome = make_plan(resolved, snapshot, fleet=fleet, now=now, running=running)
+    where = None
+    if not dry_run:
+        record = write_plan(
+            opened, fleet, now, plan=outcome.plan, decision=outcome.decision, report_md=outcome.report_md
+        )
+        where = record.urls[PLAN]
+    if as_json:
+        print_json({**outcome.plan, "baselines": outcome.decision["baselines"], "url": where})
+    else:
+        show_plan(outcome.plan, outcome.decision)
+        print_text(f"written to {where}" if where else "dry run: nothing was written")
+    if require_full and not outcome.result.full:
+        print_note("coral: the demand is not fully met")
+        return NoSolutionError.exit_code
+    return 0
+
+
+@app.command
+def explain(
+    *,
+    at: At = "latest",
+    template: Annotated[str | None, Parameter(help="Say why this template was not chosen.")] = None,
+    fleet: Fleet = None,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain a recorded plan: binding limits, shadow prices, marginal costs; why a named template was not chosen."""
+    from artifacts.library import open_library
+
+    opened = open_configured_store(store)
+    record = _recorded(opened, fleet, at)
+    if template is None:
+        explanation = record.decision["explanation"]
+        if as_json:
+            print_json(explanation)
+        else:
+            show_explanation(explanation)
+        return
+    from tasks.plan import explain_template
+
+    library = record.decision["library"]
+    answer = explain_template(record.decision, open_library(opened, library["name"], library["version"]), template)
+    if as_json:
+        print_json(answer)
+    else:
+        print_text(f"{template}: {answer['reason']}")
+        print_table("Facts", ("what", "value"), [(k, v) for k, v in answer.items() if k not in {"reason", "template"}])
+
+
+@app.command
+def replay(*, at: At = "latest", fleet: Fleet = None, store: StoreUrl = None, as_json: AsJson = False) -> int:
+    """Solve a recorded plan's problem anew and say whether the answer is the same (exit code 3 where it is not)."""
+    from artifacts.library import open_library
+    from tasks.plan import replay_plan
+
+    opened = open_configured_store(store)
+    record = _recorded(opened, fleet, at)
+    library = record.decision["library"]
+    result = replay_plan(record.decision, open_library(opened, library["name"], library["version"]))
+    then = sorted((i["template"], i["region"], i["count"]) for i in record.plan["instances"])
+    now = sorted((i.template, i.region, i.count) for i in result.instances)
+    document = {
+        "same_instances": then == now,
+        "recorded_objective_usd_per_h": record.plan["objective_usd_per_h"],
+        "replayed_objective_usd_per_h": result.objective_usd_per_h,
+    }
+    if as_json:
+        print_json(document)
+    else:
+        print_table("Replay", ("what", "value"), list(document.items()))
+    return 0 if then == now else NoSolutionError.exit_code
+
+
+@app.command(name="list")
+def list_recorded(*, fleet: Fleet = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
+    """List the recorded plans of a fleet, newest last."""
+    from artifacts.keys import time_text
+    from artifacts.plans import list_plans
+
+    times = [time_text(time) for time in list_plans(open_configured_store(store), fleet or load_settings().fleet)]
+    if as_json:
+        print_json(times)
+    else:
+        print_table("Plans", ("time",), [(time,) for time in times])
+
+
+@app.command
+def show(*, at: At = "latest", fleet: Fleet = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
+    """Show a recorded plan."""
+    record = _recorded(open_configured_store(store), fleet, at)
+    if as_json:
+        print_json({"plan": record.plan, "decision": record.decision})
+    else:
+        show_plan(record.plan, record.decision)
+
+
+def _recorded(store: Store, fleet: str | None, at: str) -> StoredPlan:
+    from artifacts.keys import parse_time
+    from artifacts.plans import read_plan
+
+    return read_plan(store, fleet or load_settings().fleet, None if at == "latest" else parse_time(at))
+
+
+def usable_library(
+    resolved: ResolvedScenario,
+    store: Store,
+    *,
+    version: int | None,
+    executor: Any,  # noqa: ANN401 - the command's own literal
+    dry_run: bool,
+    quiet: bool,
+) -> LibrarySnapshot:
+    """The asked snapshot; or the newest, built first where it is missing or stale (in memory on a dry run)."""
+    from artifacts.library import list_libraries, open_library
+    from artifacts.store import open_store
+    from tasks.library import build_library, build_spec_from_scenario
+    from tasks.plan import stale_inputs
+
+    name = resolved.scenario.library_name
+    if version is not None:
+        return open_library(store, name, version)
+    if name in list_libraries(store):
+        snapshot = open_library(store, name)
+        stale = stale_inputs(resolved, snapshot)
+        if not stale:
+            return snapshot
+        print_note(f"library {name} version {snapshot.manifest.version} is stale: {'; '.join(stale)}")
+    spec = build_spec_from_scenario(resolved)
+    heavy = spec.method == "ilp"
+    target = open_store("memory://dry-run") if dry_run else store
+    run = choose_executor("inline" if dry_run else executor, workers=1 if dry_run else os.cpu_count() or 1, heavy=heavy)
+    with library_progress(name, quiet=quiet) as on_progress:
+        manifest = build_library(spec, target, run, on_progress=on_progress)
+    return open_library(target, name, manifest.version)
+
+
+def show_plan(plan: Mapping[str, Any], decision: Mapping[str, Any]) -> None:
+    """The plan, its cost beside the baselines, bound and gap, on the terminal."""
+    from coral_core.report.plan_report import PLAN_COLUMNS, cost_rows, plan_rows
+
+    print_table(f"Plan for {plan['scenario']} (all figures predicted)", PLAN_COLUMNS, plan_rows(plan))
+    columns = ("policy", "USD/h", "ratio to coral", "demand not met")
+    print_table("Cost beside the baselines", columns, cost_rows(plan, decision))
+    proof = "proven" if plan["status"] == "optimal" else "NOT within the wished gap"
+    print_text(
+        f"{plan['cost_usd_per_h']:.2f} USD/h + {plan['churn_usd_per_h']:.2f} USD/h start-up; "
+        f"bound {plan['bound_usd_per_h']:.2f} USD/h, gap {plan['gap_frac']:.3%} ({proof}); method {plan['method']}"
+    )
+
+
+def show_explanation(explanation: Mapping[str, Any]) -> None:
+    """Tables of what binds and what one more would save."""
+    for title, rows in explanation.items():
+        if isinstance(rows, list):
+            if rows:
+                print_table(title.replace("_", " "), list(rows[0]), [tuple(row.values()) for row in rows])
+            else:
+                print_text(f"{title.replace('_', ' ')}: none")
+        else:
+            print_text(f"{title.replace('_', ' ')}: {rows}")
