@@ -153,7 +153,6 @@ def _local_folder() -> Iterator[Path]:
     if not os.environ.get("RAY_AUTH_TOKEN_PATH"):
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one into the home folder
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # means: loopback only, on Linux too
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     root = tempfile.gettempdir()
     short = root if len(root) <= 24 else "/tmp"  # noqa: S108 - unix socket paths end at 107 bytes; mkdtemp is safe
     folder = Path(tempfile.mkdtemp(prefix="coral-ray-", dir=short))

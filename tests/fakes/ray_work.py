@@ -42,32 +42,36 @@ def double(number: int) -> int:
 
 
 def obey(order: Order):
-    match order.action:
-        case "double":
-            return 2 * order.number
-        case "input-error":
-            raise InputError("no such thing", where=f"item {order.number}", fix="give another")
-        case "two-argument-error":
-            raise TwoArgumentError("one", "two")
-        case "return-two-argument-error":
-            return TwoArgumentError("one", "two")
-        case "exit":
-            raise SystemExit(3)
-        case "unpicklable":
-            return Unpicklable()
-        case "die":
-            _die()
-        case "die-once":
-            return _die_once(order)
-        case "count":
-            return _count_in_flight(order)
-        case "sleep":
-            time.sleep(order.number)
-            return None
-    raise AssertionError(order.action)
+    return _ACTIONS[order.action](order)
 
 
-def _die():
+def _double(order: Order) -> int:
+    return 2 * order.number
+
+
+def _input_error(order: Order):
+    raise InputError("no such thing", where=f"item {order.number}", fix="give another")
+
+
+def _two_argument_error(order: Order):
+    raise TwoArgumentError("one", "two")
+
+
+def _exit(order: Order):
+    raise SystemExit(3)
+
+
+def _sleep(order: Order):
+    time.sleep(order.number)
+
+
+def _mark(order: Order) -> int:
+    time.sleep(0.3)
+    (Path(order.folder) / f"done-{order.number}").touch()
+    return 2 * order.number
+
+
+def _die(order: Order):
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
@@ -76,7 +80,7 @@ def _die_once(order: Order) -> int:
     mark = Path(order.folder) / f"died-{order.number}"
     if not mark.exists():
         mark.touch()
-        _die()
+        _die(order)
     return 2 * order.number
 
 
@@ -88,3 +92,19 @@ def _count_in_flight(order: Order) -> int:
     seen = len(list(Path(order.folder).glob("running-*")))
     mark.unlink()
     return seen
+
+
+_ACTIONS = {
+    "double": _double,
+    "input-error": _input_error,
+    "two-argument-error": _two_argument_error,
+    "return-two-argument-error": lambda order: TwoArgumentError("one", "two"),
+    "exit": _exit,
+    "unpicklable": lambda order: Unpicklable(),
+    "die": _die,
+    "die-once": _die_once,
+    "count": _count_in_flight,
+    "sleep": _sleep,
+    "sleep-long": lambda order: time.sleep(120),
+    "mark": _mark,
+}
