@@ -36,13 +36,17 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Requests in order of arrival: equal-length arrays, seconds from the first request, token counts >= 1 / >= 0."""
+    """Requests in order of arrival: equal-length arrays, seconds from the first request, token counts >= 1 / >= 0.
+
+    `dropped` counts requests of the source that are not among them (those that failed there).
+    """
 
     name: str
     arrival_s: NDArray[np.float64]
     input_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     source: str
+    dropped: int = 0
 
     def __len__(self) -> int:
         return len(self.arrival_s)
