@@ -1,0 +1,132 @@
+"""What a set of instances costs and leaves unmet, computed from the whole numbers alone.
+
+Every method ends here, so that no plan carries a solver's rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from coral_core.allocation.coverage import DEMAND_TOLERANCE_FRAC, Coverage, Floats, Ints
+from coral_core.domain.allocation import (
+    AllocationProblem,
+    AllocationResult,
+    AllocationStatus,
+    DemandRow,
+    InstanceCount,
+    Shortfall,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assessment:
+    """Per demand row: `missing_frac`, `deficit` (instances missing from the floor), `covered_frac` (rows, regions)."""
+
+    cost_usd_per_h: float
+    churn_usd_per_h: float
+    missing_frac: tuple[float, ...]
+    deficit: tuple[int, ...]
+    covered_frac: Floats
+
+    @property
+    def objective_usd_per_h(self) -> float:
+        """Cost plus churn."""
+        return self.cost_usd_per_h + self.churn_usd_per_h
+
+
+def running_counts(problem: AllocationProblem) -> Ints:
+    """Instances that run now, (templates, regions); running templates that are not on the list are left out."""
+    index = {name: i for i, name in enumerate(problem.templates.ids)}
+    region = {name: r for r, name in enumerate(problem.regions)}
+    counts = np.zeros((len(problem.templates), len(problem.regions)), dtype=np.int64)
+    for item in problem.running:
+        if item.template in index:
+            counts[index[item.template], region[item.region]] += item.count
+    return counts
+
+
+def assess(problem: AllocationProblem, coverage: Coverage, counts: Ints) -> Assessment:
+    """Assess `counts` (templates, regions), integers >= 0 that respect availability and caps."""
+    t, r = np.nonzero(counts)
+    number = counts[t, r]
+    price = np.where(problem.templates.nodes[t] > 0, problem.price_usd_per_h[r] * problem.templates.nodes[t], 0.0)
+    price_usd_per_h = price.sum(axis=1)
+    added = np.maximum(number - running_counts(problem)[t, r], 0)
+    rows = len(problem.demand)
+    covered = np.zeros((rows, len(problem.regions)))
+    instances = np.zeros(rows, dtype=np.int64)
+    for group in coverage.groups:
+        inside = counts[group.members]
+        for row, amount in zip(group.rows, group.amounts, strict=True):
+            instances[row] += inside.sum()
+            if amount > 0:
+                with np.errstate(over="ignore"):  # a tiny demand is covered infinitely often, which is enough
+                    covered[row] += problem.templates.throughput[group.members] @ inside / amount
+    missing = _missing(coverage, covered)
+    return Assessment(
+        cost_usd_per_h=math.fsum(price_usd_per_h * number),
+        churn_usd_per_h=math.fsum(price_usd_per_h * added * problem.churn_k),
+        missing_frac=tuple(missing),
+        deficit=tuple(max(row.min_instances - int(n), 0) for row, n in zip(problem.demand, instances, strict=True)),
+        covered_frac=covered,
+    )
+
+
+def _missing(coverage: Coverage, covered: Floats) -> list[float]:
+    missing = [0.0] * len(covered)
+    for unit in coverage.units():
+        # what one region serves is what the scarcer phase there allows; a row on its own adds up over regions
+        served = float(covered[list(unit)].min(axis=0).sum())
+        short = 1.0 - served
+        for row in unit:
+            missing[row] = short if short > DEMAND_TOLERANCE_FRAC else 0.0
+    return missing
+
+
+def result_of(
+    problem: AllocationProblem,
+    counts: Ints,
+    assessment: Assessment,
+    *,
+    bound_usd_per_h: float,
+    shortfall_proven: bool,
+    method: str,
+    statistics: Mapping[str, float],
+) -> AllocationResult:
+    """The result of `counts`. A bound beyond the objective by float noise is set to it; status as DESIGN 3.6."""
+    objective = assessment.objective_usd_per_h
+    bound = min(max(bound_usd_per_h, 0.0), objective)
+    if objective - bound <= 1e-9 * objective:
+        bound = objective
+    within = objective - bound <= problem.options.gap_frac * max(objective, 1e-9)
+    t, r = np.nonzero(counts)
+    return AllocationResult(
+        status=AllocationStatus.OPTIMAL if within and shortfall_proven else AllocationStatus.GAP,
+        cost_usd_per_h=assessment.cost_usd_per_h,
+        churn_usd_per_h=assessment.churn_usd_per_h,
+        bound_usd_per_h=bound,
+        instances=tuple(
+            InstanceCount(template=problem.templates.ids[i], region=problem.regions[k], count=int(counts[i, k]))
+            for i, k in zip(t, r, strict=True)
+        ),
+        shortfall=tuple(
+            _shortfall(row, frac) for row, frac in zip(problem.demand, assessment.missing_frac, strict=True)
+        ),
+        method=method,
+        floor_deficit={i: n for i, n in enumerate(assessment.deficit) if n},
+        statistics=dict(statistics),
+    )
+
+
+def _shortfall(row: DemandRow, frac: float) -> Shortfall:
+    return Shortfall(
+        model=row.model,
+        phase=row.phase,
+        tokens_per_s=None if row.tokens_per_s is None else row.tokens_per_s * frac,
+        requests_per_s=None if row.requests_per_s is None else row.requests_per_s * frac,
+        frac=frac,
+    )

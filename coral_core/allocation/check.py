@@ -1,0 +1,149 @@
+"""Refuse an allocation problem that has no clear meaning, naming the key path as in the file format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import get_args
+
+import numpy as np
+
+from coral_core.domain.allocation import AllocationProblem, DemandRow, Running, TemplateColumns
+from coral_core.domain.workload import Phase
+from coral_core.errors import InputError
+from coral_core.solver.choose import Preference
+
+MAX_COUNT = 10**9
+"""Nodes, instances: above this a count is a typing error, and products would leave int64."""
+
+
+def check_problem(problem: AllocationProblem) -> None:
+    """Raise InputError unless every name is known, every number has a meaning, and no key appears twice.
+
+    A running template that is not among the templates is legal (it is stopped at no cost), so is a demand without any
+    template (shortfall) and a template without demand (never used).
+    """
+    _unique(problem.regions, "regions")
+    _unique(problem.configs, "configs")
+    _check_nodes(problem)
+    _check_templates(problem.templates, len(problem.configs))
+    _check_demand(problem)
+    _check_running(problem.running, problem.regions)
+    _amount(problem.churn_k, "churn_k")
+    options = problem.options
+    if not 0 <= options.gap_frac < 1:
+        raise InputError(f"{options.gap_frac} is not in [0, 1)", where="options.gap_frac")
+    if options.solver not in get_args(Preference):
+        known = ", ".join(get_args(Preference))
+        raise InputError(f"unknown solver {options.solver!r}", where="options.solver", fix=f"one of {known}")
+    if not options.time_limit_s > 0:
+        raise InputError(f"{options.time_limit_s} is not above 0", where="options.time_limit_s")
+
+
+def _unique(names: Sequence[str], where: str) -> None:
+    seen: set[str] = set()
+    for index, name in enumerate(names):
+        if name in seen:
+            raise InputError(f"{name!r} appears twice", where=f"{where}[{index}]")
+        seen.add(name)
+
+
+def _amount(value: float, where: str) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise InputError(f"{value} is not a finite number >= 0", where=where)
+
+
+def _count(value: int, where: str) -> None:
+    if not 0 <= value <= MAX_COUNT:
+        raise InputError(f"{value} is not a count between 0 and {MAX_COUNT}", where=where)
+
+
+def _check_nodes(problem: AllocationProblem) -> None:
+    shape = (len(problem.regions), len(problem.configs))
+    for name, array in (("available", problem.available), ("price_usd_per_h", problem.price_usd_per_h)):
+        if array.shape != shape:
+            raise InputError(f"shape {array.shape}, not (regions, configs) = {shape}", where=name)
+    for r, c in zip(*np.nonzero((problem.available < 0) | (problem.available > MAX_COUNT)), strict=True):
+        place = f"regions.{problem.regions[r]}.{problem.configs[c]}.available"
+        _count(int(problem.available[r, c]), place)
+    unsold = np.isnan(problem.price_usd_per_h)
+    for r, c in zip(*np.nonzero(unsold & (problem.available > 0)), strict=True):
+        place = f"regions.{problem.regions[r]}.{problem.configs[c]}.price_usd_per_h"
+        raise InputError("nodes are available but have no price", where=place)
+    bad = ~unsold & ~((problem.price_usd_per_h >= 0) & (problem.price_usd_per_h < math.inf))
+    for r, c in zip(*np.nonzero(bad), strict=True):
+        place = f"regions.{problem.regions[r]}.{problem.configs[c]}.price_usd_per_h"
+        _amount(float(problem.price_usd_per_h[r, c]), place)
+
+
+def _check_templates(templates: TemplateColumns, n_configs: int) -> None:
+    n = len(templates)
+    lengths = (len(templates.models), len(templates.phases), len(templates.throughput))
+    if lengths != (n, n, n) or templates.nodes.shape != (n, n_configs):
+        raise InputError(f"arrays of unequal length: {(n, *lengths)}, nodes {templates.nodes.shape}", where="templates")
+    _unique(templates.ids, "templates")
+    for index in np.flatnonzero(~(np.isfinite(templates.throughput) & (templates.throughput >= 0))):
+        _amount(float(templates.throughput[index]), f"templates[{index}].throughput")
+    for index in np.flatnonzero(((templates.nodes < 0) | (templates.nodes > MAX_COUNT)).any(axis=1)):
+        raise InputError(f"not every node count is between 0 and {MAX_COUNT}", where=f"templates[{index}].nodes")
+    for index in np.flatnonzero(templates.nodes.sum(axis=1) == 0):
+        raise InputError(f"template {templates.ids[index]!r} has no nodes", where=f"templates[{index}].nodes")
+
+
+def _check_demand(problem: AllocationProblem) -> None:
+    aggregated = {
+        model
+        for model, phase in zip(problem.templates.models, problem.templates.phases, strict=True)
+        if phase is Phase.AGGREGATED
+    }
+    phases: dict[str, set[Phase]] = {}
+    for index, row in enumerate(problem.demand):
+        where = f"demand[{index}]"
+        seen = phases.setdefault(row.model, set())
+        if row.phase in seen:
+            raise InputError(f"model {row.model!r} has two rows of phase {row.phase}", where=where)
+        seen.add(row.phase)
+        if Phase.AGGREGATED in seen and len(seen) > 1:
+            raise InputError(
+                f"model {row.model!r} has an aggregated row beside a prefill or decode row",
+                where=where,
+                fix="an aggregated template would count for both: state the demand once",
+            )
+        _check_row(row, where, has_aggregated=row.model in aggregated)
+
+
+def _check_row(row: DemandRow, where: str, *, has_aggregated: bool) -> None:
+    needed = "requests_per_s" if row.phase is Phase.AGGREGATED else "tokens_per_s"
+    if getattr(row, needed) is None:
+        raise InputError(f"a row of phase {row.phase} needs {needed}", where=where)
+    if row.phase is Phase.AGGREGATED and row.tokens_per_s is not None:
+        raise InputError("an aggregated row is in requests_per_s only", where=f"{where}.tokens_per_s")
+    for name in ("tokens_per_s", "requests_per_s"):
+        value = getattr(row, name)
+        if value is not None:
+            _amount(value, f"{where}.{name}")
+    if row.phase is not Phase.AGGREGATED and has_aggregated and row.requests_per_s is None:
+        raise InputError(f"model {row.model!r} has aggregated templates, so its rows need requests_per_s", where=where)
+    if row.tokens_per_s and row.requests_per_s == 0:
+        raise InputError("0 requests/s cannot need tokens/s", where=f"{where}.requests_per_s")
+    _amount(row.weight, f"{where}.weight")
+    _count(row.min_instances, f"{where}.min_instances")
+    if row.max_instances is not None:
+        _count(row.max_instances, f"{where}.max_instances")
+        if row.max_instances < row.min_instances:
+            raise InputError(
+                f"max_instances {row.max_instances} is below min_instances {row.min_instances}",
+                where=f"{where}.max_instances",
+            )
+
+
+def _check_running(running: Sequence[Running], regions: Sequence[str]) -> None:
+    seen: set[tuple[str, str]] = set()
+    for index, item in enumerate(running):
+        where = f"running[{index}]"
+        if item.region not in regions:
+            raise InputError(f"unknown region {item.region!r}", where=f"{where}.region", fix=f"known: {list(regions)}")
+        if (item.template, item.region) in seen:
+            raise InputError(f"{item.template!r} in {item.region!r} appears twice", where=where, fix="add the counts")
+        seen.add((item.template, item.region))
+        _count(item.count, f"{where}.count")

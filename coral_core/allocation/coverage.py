@@ -1,0 +1,101 @@
+"""Which demand rows a template enters, and what fraction of each row's demand one instance covers.
+
+A prefill or decode template enters its model's row of that phase; an aggregated template enters its model's aggregated
+row, or both the prefill and the decode row (those that state requests/s). With D the row's demand in the template's
+unit (tokens/s, or requests/s for aggregated templates), one instance covers T / D of it. A row with D = 0 asks for no
+throughput, but its floor and cap still count the instances.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coral_core.domain.allocation import AllocationProblem, DemandRow
+from coral_core.domain.workload import Phase
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+DEMAND_TOLERANCE_FRAC = 1e-9
+"""A row is met when its coverage is at least 1 minus this: room for float noise (3 x 0.333..), not for a shortage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Templates of one model and phase that enter the same rows: `rows[k]` has demand `amounts[k]` in their unit."""
+
+    members: Ints
+    rows: tuple[int, ...]
+    amounts: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """Groups of templates that enter some row; `active[i]`: row i has demand above 0; `pairs`: rows served together.
+
+    Each pair is the (prefill, decode) rows of a model that must be served in the same region (`pd_same_region`).
+    """
+
+    groups: tuple[Group, ...]
+    active: Bools
+    pairs: tuple[tuple[int, int], ...]
+
+    def units(self) -> list[tuple[int, ...]]:
+        """Active rows that share one shortfall: pairs, then the others alone, in order of their first row."""
+        paired = {row for pair in self.pairs for row in pair}
+        alone = [(int(row),) for row in np.flatnonzero(self.active) if int(row) not in paired]
+        return sorted([*self.pairs, *alone])
+
+
+def coverage_of(problem: AllocationProblem) -> Coverage:
+    """Group the templates by the rows they enter. The problem must have passed `check_problem`."""
+    members: dict[tuple[str, Phase], list[int]] = {}
+    for index, key in enumerate(zip(problem.templates.models, problem.templates.phases, strict=True)):
+        members.setdefault(key, []).append(index)
+    groups = []
+    for (model, phase), indices in members.items():
+        entered = [
+            (i, amount) for i, row in enumerate(problem.demand) if (amount := _amount(row, model, phase)) is not None
+        ]
+        if entered:
+            rows, amounts = zip(*entered, strict=True)
+            groups.append(Group(members=np.array(indices, dtype=np.int64), rows=rows, amounts=amounts))
+    active = np.array(
+        [bool(row.requests_per_s if row.tokens_per_s is None else row.tokens_per_s) for row in problem.demand],
+        dtype=bool,
+    )
+    return Coverage(groups=tuple(groups), active=active, pairs=_pairs(problem, active))
+
+
+def _amount(row: DemandRow, model: str, phase: Phase) -> float | None:
+    """The row's demand in the unit of templates of (model, phase); None where they do not enter it."""
+    if row.model != model:
+        return None
+    if phase is Phase.AGGREGATED:
+        # a row without tokens asks for nothing, whatever its request rate
+        return 0.0 if row.tokens_per_s == 0 else row.requests_per_s
+    return row.tokens_per_s if row.phase is phase else None
+
+
+def _pairs(problem: AllocationProblem, active: Bools) -> tuple[tuple[int, int], ...]:
+    if not problem.options.pd_same_region:
+        return ()
+    row_of = {(row.model, row.phase): i for i, row in enumerate(problem.demand) if active[i]}
+    return tuple(
+        (prefill, row_of[model, Phase.DECODE])
+        for (model, phase), prefill in row_of.items()
+        if phase is Phase.PREFILL and (model, Phase.DECODE) in row_of
+    )
+
+
+def fraction(throughput: Floats, amount: float, *, capped: bool = True) -> Floats:
+    """T / D; `capped` at 1, which is lossless for whole instances: one never needs to cover a row twice."""
+    if amount == 0:
+        return np.zeros_like(throughput)
+    with np.errstate(over="ignore"):
+        frac = throughput / amount
+    return np.minimum(frac, 1.0) if capped else frac

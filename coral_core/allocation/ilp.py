@@ -1,0 +1,90 @@
+"""Which templates to run how often in which region: the joint integer program (DESIGN 3.6).
+
+Data, variables, constraints and objective are stated in `formulation`; this module orders the work: reduce the columns,
+try the problem without capacity limits model by model, solve the joint program where that does not hold, verify.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import cast
+
+from coral_core.allocation.assess import assess, result_of
+from coral_core.allocation.check import check_problem
+from coral_core.allocation.columns import columns_of
+from coral_core.allocation.coverage import coverage_of
+from coral_core.allocation.decompose import solve_blocks
+from coral_core.allocation.formulation import formulate
+from coral_core.allocation.reduce import reduce_columns
+from coral_core.allocation.stages import StagedSolve
+from coral_core.allocation.verify import verify_allocation
+from coral_core.allocation.wide import Effort
+from coral_core.domain.allocation import AllocationProblem, AllocationResult
+from coral_core.solver.choose import Preference, choose_solver
+from coral_core.solver.program import IntegerProgram, SolveOptions, Solver, SolveResult
+
+
+def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None) -> AllocationResult:
+    """The least floor deficit, then the least weighted shortfall, then the least cost + churn; always an answer.
+
+    At the time limit the best plan found so far, with the bound proven for it and status `gap`. `statistics`: columns
+    after each reduction, seconds, `decomposed` (1: no capacity bound, so models were solved apart),
+    `shortfall_proven` (1/0), `shortfall_weighted` and `shortfall_bound` (weights as fractions of the largest).
+    `solver` overrides `options.solver`. Raises InputError for a problem without a clear meaning, SolverError where the
+    solver wished for cannot be used or its answer does not stand up to `verify_allocation`.
+    """
+    started = time.perf_counter()
+    check_problem(problem)
+    chosen = _Choosing(preference=cast("Preference", problem.options.solver)) if solver is None else solver
+    coverage = coverage_of(problem)
+    reduction = reduce_columns(problem, coverage)
+    columns = columns_of(problem, coverage, reduction.keep)
+    effort = Effort(gap_frac=problem.options.gap_frac, deadline_s=started + problem.options.time_limit_s)
+    blocks = solve_blocks(problem, coverage, columns, chosen, effort)
+    staged = blocks.staged
+    if not blocks.settled:
+        rows = tuple(range(len(problem.demand)))
+        formulation = formulate(problem, coverage, columns)
+        solve = StagedSolve(problem=problem, coverage=coverage, formulation=formulation, rows=rows, solver=chosen)
+        staged = solve.run(effort)
+    cost_bound = max(staged.cost_bound, blocks.full_service_bound) if staged.plan.full else staged.cost_bound
+    proven = staged.needs_proven(problem.options.gap_frac)
+    statistics = {
+        **reduction.counts,
+        "columns": len(columns),
+        "decomposed": float(blocks.settled),
+        "shortfall_weighted": staged.plan.shortfall,
+        "shortfall_bound": min(staged.shortfall_bound, staged.plan.shortfall),
+        "shortfall_proven": float(proven),
+        "solve_s": time.perf_counter() - started,
+    }
+    name = "+".join(sorted(chosen.used)) if isinstance(chosen, _Choosing) else chosen.name
+    result = result_of(
+        problem,
+        staged.plan.counts,
+        assess(problem, coverage, staged.plan.counts),
+        bound_usd_per_h=cost_bound,
+        shortfall_proven=proven,
+        method=f"ilp:{name}" if name else "ilp",
+        statistics=statistics,
+    )
+    verify_allocation(problem, result)
+    return result
+
+
+@dataclass(slots=True, kw_only=True)
+class _Choosing:
+    """Picks a solver for each program by size and licence; `used` collects their names for the record."""
+
+    preference: Preference
+    name: str = "auto"
+    used: set[str] = field(default_factory=set)
+
+    def accepts(self, program: IntegerProgram) -> bool:
+        return choose_solver(program, self.preference).accepts(program)
+
+    def solve(self, program: IntegerProgram, options: SolveOptions) -> SolveResult:
+        solver = choose_solver(program, self.preference)
+        self.used.add(solver.name)
+        return solver.solve(program, options)

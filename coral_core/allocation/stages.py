@@ -1,0 +1,160 @@
+"""The lexicographic solve of one formulation: floors first, then shortfall, then cost + churn; always an answer.
+
+The common case, everything can be met, takes one program; otherwise one for each stage. The best plan found so far
+starts each, so a time-out keeps it. Every bound stays valid: a stage that stopped early leaves the next more room, never
+less.
+
+Plans are judged by their whole numbers (`assess`). A solver that uses its tolerance to miss a demand is caught there and
+asked again with the demand rows raised; the bound of its first answer remains the bound.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from coral_core.allocation.assess import Assessment, assess
+from coral_core.allocation.coverage import Coverage, Floats, Ints
+from coral_core.allocation.formulation import Family, Formulation
+from coral_core.allocation.wide import DIRECT_COLUMNS, Effort, WideProgram, relax, solve_wide
+from coral_core.domain.allocation import AllocationProblem
+from coral_core.solver.program import Solver
+
+SHORTFALL_TOLERANCE = 1e-8
+"""Weighted missing fractions (the largest weight as 1) that differ by less are the same."""
+_MARGINS_FRAC = (0.0, 1e-8, 1e-7, 1e-6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Instances per (template, region), and how they stand in the three ordered objectives."""
+
+    counts: Ints
+    deficit: int
+    shortfall: float
+    cost_usd_per_h: float
+
+    @property
+    def full(self) -> bool:
+        """Every floor and every demand of weight above 0 is met."""
+        return self.deficit == 0 and self.shortfall == 0
+
+    def beats(self, other: Plan) -> bool:
+        """Lexicographically better or equal, shortfalls compared to within the tolerance."""
+        if self.deficit != other.deficit:
+            return self.deficit < other.deficit
+        if abs(self.shortfall - other.shortfall) > SHORTFALL_TOLERANCE:
+            return self.shortfall < other.shortfall
+        return self.cost_usd_per_h <= other.cost_usd_per_h
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A plan with proven bounds; `cost_bound` holds for every plan of the least deficit and shortfall."""
+
+    plan: Plan
+    cost_bound: float
+    deficit_bound: float = 0.0
+    shortfall_bound: float = 0.0
+    columns: int = 0
+
+    def needs_proven(self, gap_frac: float) -> bool:
+        """Whether the deficit is proven least and the shortfall is within the gap of the least possible."""
+        room = gap_frac * self.plan.shortfall + SHORTFALL_TOLERANCE
+        return self.plan.deficit - self.deficit_bound < 1 - 1e-6 and self.plan.shortfall - self.shortfall_bound <= room
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedSolve:
+    """One lexicographic solve over the demand `rows` that the formulation holds."""
+
+    problem: AllocationProblem
+    coverage: Coverage
+    formulation: Formulation
+    rows: tuple[int, ...]
+    solver: Solver
+
+    def run(self, effort: Effort) -> Staged:
+        """Solve within the effort."""
+        nothing = self.judge(np.zeros((len(self.problem.templates), len(self.problem.regions)), dtype=np.int64))
+        seed = np.zeros(0, dtype=np.int64)
+        if len(self.formulation.columns) > DIRECT_COLUMNS:
+            seed, servable = self._relaxed_service(effort.within(0.2))
+        else:
+            servable = True
+        full, cost_bound = (
+            self._improve(self.formulation.full(), effort.within(0.5), nothing, seed) if servable else (nothing, 0.0)
+        )
+        if full.full:
+            return Staged(plan=full, cost_bound=cost_bound)
+        return self._short(effort, full, seed)
+
+    def _short(self, effort: Effort, plan: Plan, seed: Ints) -> Staged:
+        """Not everything can be met, or it was not found in time."""
+        deficit_bound = 0.0
+        if any(self.problem.demand[i].min_instances for i in self.rows):
+            plan, deficit_bound = self._improve(self.formulation.least_deficit(), effort.within(0.2), plan, seed)
+        program = self.formulation.least_shortfall(plan.deficit)
+        plan, shortfall_bound = self._improve(program, effort.within(0.6), plan, seed)
+        program = self.formulation.least_cost(plan.deficit, plan.shortfall + SHORTFALL_TOLERANCE / 10)
+        plan, cost_bound = self._improve(program, effort, plan, seed)
+        return Staged(plan=plan, cost_bound=cost_bound, deficit_bound=deficit_bound, shortfall_bound=shortfall_bound)
+
+    def judge(self, counts: Ints) -> Plan:
+        """How `counts` stand in this solve's rows."""
+        assessment = assess(self.problem, self.coverage, counts)
+        return Plan(
+            counts=counts,
+            deficit=sum(assessment.deficit[i] for i in self.rows),
+            shortfall=weighted_shortfall(self.problem, assessment, self.rows),
+            cost_usd_per_h=assessment.objective_usd_per_h,
+        )
+
+    def _improve(self, program: WideProgram, effort: Effort, best: Plan, seed: Ints) -> tuple[Plan, float]:
+        """The better of `best` and what the solver finds for `program`, and the proven bound of its objective."""
+        point = self._point(best)
+        start: Floats | None = None
+        if program.accepts(point):
+            start = point
+            seed = np.union1d(seed, np.flatnonzero(point[: program.n_wide]))
+        bound = 0.0
+        for margin in _MARGINS_FRAC:
+            found = solve_wide(self._raised(program, margin), self.solver, effort, seed=seed, start=start)
+            if margin == 0 and not found.infeasible:
+                bound = max(found.bound, 0.0)
+            if found.x is None:
+                break
+            plan = self.judge(self.formulation.counts(found.x, best.counts.shape))
+            best = plan if plan.beats(best) else best
+            if program.accepts(self._point(plan)):
+                break
+            start = None  # it satisfied the rows only within the solver's tolerance
+        return best, bound
+
+    def _point(self, plan: Plan) -> Floats:
+        return self.formulation.point(plan.counts, assess(self.problem, self.coverage, plan.counts))
+
+    def _raised(self, program: WideProgram, margin_frac: float) -> WideProgram:
+        """`program` with every demand `margin_frac` higher than it is."""
+        kinds = (Family.DEMAND, Family.REGION, Family.PAIR)
+        raised = np.array([margin_frac if key[0] in kinds else 0.0 for key in self.formulation.row_key])
+        return replace(program, row_lower=program.row_lower + raised * self.formulation.row_scale)
+
+    def _relaxed_service(self, effort: Effort) -> tuple[Ints, bool]:
+        """Columns with which the linear relaxation serves as much as it can, and whether that is everything."""
+        program = self.formulation.least_shortfall(0)
+        objective = program.objective.copy()
+        objective[self.formulation.deficit] = 1.0
+        elastic = replace(self.formulation.program, objective=objective)
+        relaxation = relax(elastic, self.solver, effort, np.zeros(0, dtype=np.int64))
+        if relaxation is None:
+            return np.zeros(0, dtype=np.int64), True
+        return relaxation.active, relaxation.bound <= SHORTFALL_TOLERANCE
+
+
+def weighted_shortfall(problem: AllocationProblem, assessment: Assessment, rows: tuple[int, ...]) -> float:
+    """Sum over `rows` of weight x missing fraction, the largest weight of the problem counting as 1."""
+    largest = max((row.weight for row in problem.demand), default=0.0) or 1.0
+    return math.fsum(problem.demand[i].weight / largest * assessment.missing_frac[i] for i in rows)

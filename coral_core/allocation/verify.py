@@ -1,0 +1,153 @@
+"""Check an allocation against its problem, by plain arithmetic that shares nothing with the solver's path."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+from coral_core.domain.allocation import AllocationProblem, AllocationResult, AllocationStatus, DemandRow
+from coral_core.domain.workload import Phase
+from coral_core.errors import SolverError
+
+_FRAC_TOLERANCE = 2e-9
+_COST_TOLERANCE = 1e-9
+
+
+class PlanViolationError(SolverError):
+    """A plan that does not hold what it states. It must not be used."""
+
+    kind = "plan_violation"
+
+
+def verify_allocation(problem: AllocationProblem, result: AllocationResult) -> None:
+    """Raise PlanViolationError unless the plan respects every limit and states its cost, shortfall and bound rightly.
+
+    Checked: names and counts, capacity per region and configuration, caps, floors and their deficit, shortfall of every
+    row (same-region service where that is on), cost, churn, bound <= objective, and the status against the gap.
+    """
+    held = _counts(problem, result)
+    _check_capacity(problem, held)
+    _check_rows(problem, result, held)
+    _check_cost(problem, result, held)
+
+
+def _counts(problem: AllocationProblem, result: AllocationResult) -> dict[tuple[int, int], int]:
+    template = {name: i for i, name in enumerate(problem.templates.ids)}
+    region = {name: r for r, name in enumerate(problem.regions)}
+    held: dict[tuple[int, int], int] = {}
+    for index, item in enumerate(result.instances):
+        where = f"instances[{index}]"
+        if item.template not in template or item.region not in region:
+            raise PlanViolationError(f"unknown template {item.template!r} or region {item.region!r}", where=where)
+        key = (template[item.template], region[item.region])
+        if item.count < 1 or key in held:
+            raise PlanViolationError(
+                f"{item.template!r} in {item.region!r}: count below 1, or stated twice", where=where
+            )
+        held[key] = item.count
+    return held
+
+
+def _check_capacity(problem: AllocationProblem, held: dict[tuple[int, int], int]) -> None:
+    used: dict[tuple[int, int], int] = defaultdict(int)
+    for (t, r), count in held.items():
+        for c, nodes in enumerate(problem.templates.nodes[t].tolist()):
+            used[r, c] += nodes * count
+    for (r, c), nodes in used.items():
+        if nodes > problem.available[r, c]:
+            raise PlanViolationError(
+                f"{nodes} nodes of {problem.configs[c]!r} used, {problem.available[r, c]} available",
+                where=f"regions.{problem.regions[r]}.{problem.configs[c]}",
+            )
+
+
+def _enters(model: str, phase: Phase, row: DemandRow) -> bool:
+    if model != row.model:
+        return False
+    return phase is row.phase or (phase is Phase.AGGREGATED and row.requests_per_s is not None)
+
+
+def _check_rows(problem: AllocationProblem, result: AllocationResult, held: dict[tuple[int, int], int]) -> None:
+    if len(result.shortfall) != len(problem.demand):
+        raise PlanViolationError(f"{len(result.shortfall)} entries for {len(problem.demand)} rows", where="shortfall")
+    templates = problem.templates
+    covered = [[0.0] * len(problem.regions) for _ in problem.demand]
+    for i, row in enumerate(problem.demand):
+        instances = 0
+        for (t, r), count in held.items():
+            if not _enters(templates.models[t], templates.phases[t], row):
+                continue
+            instances += count
+            demand = row.requests_per_s if templates.phases[t] is Phase.AGGREGATED else row.tokens_per_s
+            if _asks(row):
+                assert demand is not None
+                covered[i][r] += float(templates.throughput[t]) * count / demand
+        _check_bounds(result, i, row, instances)
+    for i, row in enumerate(problem.demand):
+        missing = max(0.0, 1.0 - _served(problem, covered, i)) if _asks(row) else 0.0
+        _check_shortfall(result, i, row, missing)
+
+
+def _asks(row: DemandRow) -> bool:
+    return (row.requests_per_s if row.phase is Phase.AGGREGATED else row.tokens_per_s) not in (None, 0)
+
+
+def _check_bounds(result: AllocationResult, i: int, row: DemandRow, instances: int) -> None:
+    if row.max_instances is not None and instances > row.max_instances:
+        raise PlanViolationError(f"{instances} instances, at most {row.max_instances}", where=f"demand[{i}]")
+    if result.floor_deficit.get(i, 0) != max(0, row.min_instances - instances):
+        raise PlanViolationError(
+            f"{instances} instances, at least {row.min_instances}, stated deficit {result.floor_deficit.get(i, 0)}",
+            where=f"floor_deficit[{i}]",
+        )
+
+
+def _served(problem: AllocationProblem, covered: list[list[float]], i: int) -> float:
+    row = problem.demand[i]
+    partner = None
+    if problem.options.pd_same_region and row.phase is not Phase.AGGREGATED:
+        partner = next(
+            (k for k, other in enumerate(problem.demand) if other.model == row.model and k != i and _asks(other)), None
+        )
+    if partner is None:
+        return math.fsum(covered[i])
+    return math.fsum(min(own, other) for own, other in zip(covered[i], covered[partner], strict=True))
+
+
+def _check_shortfall(result: AllocationResult, i: int, row: DemandRow, missing: float) -> None:
+    stated, where = result.shortfall[i], f"shortfall[{i}]"
+    if (stated.model, stated.phase) != (row.model, row.phase):
+        raise PlanViolationError(f"stands for {stated.model} {stated.phase}, not {row.model} {row.phase}", where=where)
+    if not abs(stated.frac - missing) <= _FRAC_TOLERANCE:
+        raise PlanViolationError(f"fraction {stated.frac} stated, {missing} found", where=where)
+    for name in ("tokens_per_s", "requests_per_s"):
+        demand, short = getattr(row, name), getattr(stated, name)
+        if (demand is None) != (short is None):
+            raise PlanViolationError(f"{name} is {short} for a demand of {demand}", where=where)
+        if demand is not None and not abs(short - stated.frac * demand) <= _COST_TOLERANCE * max(demand, 1e-300):
+            raise PlanViolationError(f"{name} {short} is not {stated.frac} of {demand}", where=where)
+
+
+def _check_cost(problem: AllocationProblem, result: AllocationResult, held: dict[tuple[int, int], int]) -> None:
+    runs: dict[tuple[str, str], int] = defaultdict(int)
+    for item in problem.running:
+        runs[item.template, item.region] += item.count
+    cost = churn = 0.0
+    for (t, r), count in held.items():
+        price = sum(
+            nodes * float(problem.price_usd_per_h[r, c])
+            for c, nodes in enumerate(problem.templates.nodes[t].tolist())
+            if nodes
+        )
+        cost += price * count
+        churn += max(0, count - runs[problem.templates.ids[t], problem.regions[r]]) * price * problem.churn_k
+    for name, stated, found in (("cost", result.cost_usd_per_h, cost), ("churn", result.churn_usd_per_h, churn)):
+        if not abs(stated - found) <= _COST_TOLERANCE * max(1.0, found):
+            raise PlanViolationError(f"{stated} USD/h stated, {found} found", where=f"{name}_usd_per_h")
+    objective = cost + churn
+    if not 0 <= result.bound_usd_per_h <= objective + _COST_TOLERANCE * max(1.0, objective):
+        raise PlanViolationError(
+            f"bound {result.bound_usd_per_h} USD/h, objective {objective}", where="bound_usd_per_h"
+        )
+    if result.status is AllocationStatus.OPTIMAL and not result.gap_frac <= problem.options.gap_frac + _COST_TOLERANCE:
+        raise PlanViolationError(f"optimal is stated at a gap of {result.gap_frac}", where="status")
