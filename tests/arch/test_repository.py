@@ -140,19 +140,21 @@ def test_coral_commands_in_documents_and_fixes_exist():
         for span in re.findall(r"(?:^\$? ?|`)(coral [a-z][^`\n#]*)", text, re.MULTILINE)
     ]
     spans += [(name, span) for name, fix in fixes() for span in re.findall(r"(?:^|`|run )(coral [a-z][^`]*)", fix)]
-    unknown = []
-    for name, span in spans:
-        chain, _, rest = app.parse_commands(span.split()[1:])
-        has_subcommands = chain and bool(set(_subcommands(app, chain)))
-        if not chain or (has_subcommands and rest and rest[0].isalpha() and rest[0].islower()):
-            unknown.append(f"{name}: {span}")
-    assert not unknown, "\n".join(unknown)
+    faults = [f"{name}: `{span}`: {fault}" for name, span in spans if (fault := command_fault(app, span.split()[1:]))]
+    assert not faults, "\n".join(faults)
 
 
-def _subcommands(app, chain) -> list[str]:
-    for name in chain:
-        app = app[name]
-    return [name for name in app if not name.startswith("-")]
+def command_fault(app, words: list[str]) -> str:
+    """What is wrong with the command or option names of a command line; empty where nothing is."""
+    chain, apps, rest = app.parse_commands(words)
+    if not chain:
+        return "no such command"
+    subcommands = [name for name in apps[-1] if not name.startswith("-")]
+    if subcommands and rest and rest[0].isalpha() and rest[0].islower():
+        return f"no such command, there are {subcommands}"
+    options = {name for argument in apps[-1].assemble_argument_collection() for name in argument.names}
+    unknown = {word.partition("=")[0] for word in rest if word.startswith("--")} - options - {"--help"}
+    return f"no option {sorted(unknown)}" if unknown else ""
 
 
 def fixes() -> list[tuple[str, str]]:

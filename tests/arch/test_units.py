@@ -19,7 +19,7 @@ UNIT = re.compile(r"(?:^|_)(?:s|h|us|ms|tokens|requests|bytes|bits|flops|usd|fra
 """The last word of a name that states its unit; `x_per_s` and `x_usd_per_h` end in one too."""
 
 PURE = {
-    *("throughput", "rate", "nic_rate"),  # tokens/s or requests/s, as the phase says
+    *("throughput", "rate", "nic_rate", "memory_rate"),  # tokens/s or requests/s, as the phase says
     *("shortfall", "shortfall_bound"),  # the weighted sum of missing fractions that is minimised first
     "relative_cost",  # the paper's unit: one L4 GPU
 }
