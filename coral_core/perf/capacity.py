@@ -56,7 +56,7 @@ def capacity_table(
     Raises InputError for values that make no sense and DataGapError where a GPU's efficiency is not known, or where
     estimates are not allowed (there are no measured profiles to use instead).
     """
-    _check_inputs(shape, lengths, slo, configs, max_stages)
+    check_inputs(shape, lengths, slo, configs, max_stages)
     if not assumptions.allow_estimates:
         raise DataGapError(
             f"no measured profile of model {shape.name} on {', '.join(config.name for config in configs)}",
@@ -163,9 +163,8 @@ def _suffix_argmax(rate: Floats) -> Ints:
     return source
 
 
-def _check_inputs(
-    shape: ModelShape, lengths: Lengths, slo: Slo, configs: Sequence[NodeConfig], max_stages: int
-) -> None:
+def check_inputs(shape: ModelShape, lengths: Lengths, slo: Slo, configs: Sequence[NodeConfig], max_stages: int) -> None:
+    """Raise InputError for a value that makes no sense; names its place."""
     positive = {
         "slo.ttft_s": slo.ttft_s,
         "slo.tpot_s": slo.tpot_s,

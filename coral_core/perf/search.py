@@ -5,10 +5,10 @@ the stage's latency budget beta and the rest rho of the pipeline's (both by the 
 Variables: the layout, integer b in 1..b_max.
 Constraints, for j layers of which a GPU holds g = ceil(j/PP):
     latency    j t + PP o + (PP-1) h_inner + h <= beta; aggregated also ceil(in/C) times its compute part <= beta_ttft
-    memory     g (weights + KV live) + activations <= usable, per GPU
-               live = max(rate (latency + rho), DP b) / DP: what Little's law puts on the node, the other stages taking
-               at most rho, and no less than the batches in computation
-Objective: maximise rate = min( DP u / (g t + o), NIC limit(j) ).
+    memory     g (weights + KV of live requests) + activations <= usable, per GPU; live requests per replica
+               = max(rate (latency + h + rho) / DP, b): Little's law, the other stages taking at most rho
+Objective: maximise rate = min( DP u / (g t + o), NIC limit(j), what the memory constraint leaves ): a node may idle
+between steps, so more of any resource never lowers the result.
 
 A hop adds latency, not occupancy. The search is exact over all b up to DENSE; above, a grid of ratio GRID_RATIO is
 refined around its best point.
@@ -62,6 +62,16 @@ class Budgets:
     rest_s: Floats
     first_token_s: Floats
     hops: NDArray[np.bool_]
+
+    def only(self, stages: int) -> Budgets:
+        """The budgets of one number of stages, (1,)."""
+        one = slice(stages - 1, stages)
+        return Budgets(
+            stage_s=self.stage_s[one],
+            rest_s=self.rest_s[one],
+            first_token_s=self.first_token_s[one],
+            hops=self.hops[one],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +156,8 @@ class Best:
 def best_batch(question: Question, config: NodeConfig, layout: Layout, steps: ReplicaSteps, budgets: Budgets) -> Best:
     """Search all batches of one layout, for all S and all j = 1..L at once."""
     layers = np.arange(1, question.shape.layers + 1)
-    evaluator = _Evaluator(question, config, layout, steps, budgets)
+    evaluator = Evaluator(question, config, layout, steps, budgets)
     grid = _grid(question.max_batch)
-    # Without a hop (S = 1) and with one, the arrays differ; between values of S > 1 only the budgets do.
     values = evaluator.rates(layers[None, :, None], grid[None, None, :])
     at = values.argmax(axis=2)
     rate, batch = np.take_along_axis(values, at[..., None], axis=2)[..., 0], grid[at]
@@ -172,7 +181,20 @@ def _grid(max_batch: int) -> Ints:
     return np.unique(np.concatenate([dense, np.rint(np.geomspace(DENSE, max_batch, count)).astype(np.int64)]))
 
 
-class _Evaluator:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """One step of a layout, arrays of (S, layers, batch) or of shapes that broadcast to it."""
+
+    latency_s: Floats
+    hop_s: Floats
+    residence_s: Floats
+    rate: Floats
+    nic_rate: Floats
+    memory_rate: Floats
+    in_time: NDArray[np.bool_]
+
+
+class Evaluator:
     """Rates of one layout for (S, layers, batch) arrays that broadcast together."""
 
     def __init__(
@@ -190,6 +212,7 @@ class _Evaluator:
         self.kv_decode = memory.kv_bytes_per_gpu_layer(shape, variant, tp, mean_context_tokens(lengths))
         self.kv_prompt = memory.kv_bytes_per_gpu_layer(shape, variant, tp, lengths.mean_input_tokens)
         self.free = memory.usable_bytes(config.gpu, assumptions)
+        self.least_prefilling = 1.0 if question.phase is Phase.AGGREGATED else 0.0
 
     def latency_s(self, layers: Ints, batch: Ints) -> Floats:
         """Compute latency of a step through the node."""
@@ -229,33 +252,64 @@ class _Evaluator:
         return np.where(self.budgets.hops[:, None, None], limits[1], limits[0])
 
     def kv_bytes(self, rate: Floats, residence_s: Floats, batch: Ints) -> Floats:
-        """KV on one GPU per layer held."""
-        question, dp = self.question, self.layout.dp
-        if question.phase is Phase.PREFILL:
+        """KV on one GPU per layer held, at a node's `rate`."""
+        if self.question.phase is Phase.PREFILL:
             return PREFILL_KV_BATCHES * batch.astype(np.float64) * self.kv_prompt
-        if question.phase is Phase.DECODE:
-            decode: Floats = np.maximum(rate * residence_s / dp, batch) * self.kv_decode
-            return decode
-        decoding = np.maximum(rate * question.lengths.mean_output_tokens * residence_s / dp, batch)
-        # A prompt holds KV while its chunks pass; charged in full from its first chunk, and never less than one.
-        prefilling = np.maximum(rate * self.chunks(batch) * residence_s / dp, 1.0)
-        both: Floats = decoding * self.kv_decode + prefilling * self.kv_prompt
-        return both
+        decoding_s, prefilling_s = self.replica_load(residence_s, batch)
+        decoding: Floats = np.maximum(rate * decoding_s, batch) * self.kv_decode
+        return decoding + np.maximum(rate * prefilling_s, self.least_prefilling) * self.kv_prompt
 
-    def rates(self, layers: Ints, batch: Ints) -> Floats:
-        """Throughput of the node; 0 where a constraint fails."""
+    def replica_load(self, residence_s: Floats, batch: Ints) -> tuple[Floats, Floats]:
+        """Decoding and prefilling requests per replica and unit of the node's rate (Little's law), in seconds.
+
+        A prompt holds KV while its chunks pass; it is charged in full from its first chunk.
+        """
+        if self.question.phase is Phase.DECODE:
+            return residence_s / self.layout.dp, np.zeros_like(residence_s)
+        per_replica = residence_s / self.layout.dp
+        return self.question.lengths.mean_output_tokens * per_replica, self.chunks(batch) * per_replica
+
+    def memory_rate(self, spare: Floats, residence_s: Floats, batch: Ints) -> Floats:
+        """The largest rate whose KV fits into `spare` bytes per layer held; 0 where not even the batch itself does."""
+        if self.question.phase is Phase.PREFILL:
+            return np.where(self.kv_bytes(np.zeros(1), residence_s, batch) <= spare, np.inf, 0.0)
+        decoding_s, prefilling_s = self.replica_load(residence_s, batch)
+        decoding, prefilling = decoding_s * self.kv_decode, prefilling_s * self.kv_prompt
+        floor_decoding, floor_prefilling = batch * self.kv_decode, self.least_prefilling * self.kv_prompt
+        # KV is the sum of two maxima, each of a line and a floor: it fits where all four sums do.
+        with np.errstate(divide="ignore"):
+            both = np.minimum(spare / (decoding + prefilling), (spare - floor_prefilling) / decoding)
+            most = np.where(prefilling > 0, np.minimum(both, (spare - floor_decoding) / prefilling), both)
+        result: Floats = np.where(floor_decoding + floor_prefilling <= spare, most, 0.0)
+        return result
+
+    def state(self, layers: Ints, batch: Ints) -> State:
+        """What a step looks like, and which constraints hold."""
         budgets, layout = self.budgets, self.layout
         index = batch - 1
         latency = self.latency_s(layers, batch)
         hop = np.where(budgets.hops[:, None, None], self.hop_s[index], 0.0)
-        rate = np.minimum(
-            layout.dp * self.steps.step.produced[index] / self.occupancy_s(layers, batch), self.nic_rate(layers)
-        )
-        fits = latency + hop <= budgets.stage_s[:, None, None]
+        nic_rate = self.nic_rate(layers)
+        in_time = latency + hop <= budgets.stage_s[:, None, None]
         if self.question.phase is Phase.AGGREGATED:
-            fits &= self.chunks(batch) * latency + hop <= budgets.first_token_s[:, None, None]
-        kv = self.kv_bytes(rate, latency + hop + budgets.rest_s[:, None, None], batch)
+            in_time &= self.chunks(batch) * latency + hop <= budgets.first_token_s[:, None, None]
         held = -(-layers // layout.pp)
-        fits &= held * (self.weights + kv) + self.steps.activation_bytes[index] <= self.free
-        fits &= layers >= layout.pp
-        return np.where(fits, rate, 0.0)
+        residence = latency + hop + budgets.rest_s[:, None, None]
+        spare = (self.free - self.steps.activation_bytes[index]) / held - self.weights
+        memory_rate = self.memory_rate(spare, residence, batch)
+        rate = np.minimum(layout.dp * self.steps.step.produced[index] / self.occupancy_s(layers, batch), nic_rate)
+        return State(
+            latency_s=latency,
+            hop_s=hop,
+            residence_s=residence,
+            rate=np.minimum(rate, memory_rate),
+            nic_rate=nic_rate,
+            memory_rate=memory_rate,
+            in_time=in_time,
+        )
+
+    def rates(self, layers: Ints, batch: Ints) -> Floats:
+        """Throughput of the node; 0 where a constraint fails."""
+        state = self.state(layers, batch)
+        result: Floats = np.where(state.in_time & (layers >= self.layout.pp), state.rate, 0.0)
+        return result
