@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from coral_core.domain import model_math
 from coral_core.domain.hardware import Gpu
-from coral_core.domain.models import ModelShape
+from coral_core.domain.models import ModelShape, Moe
 from coral_core.domain.workload import Lengths, Phase
 from coral_core.perf.factors import Factors
 
@@ -164,11 +164,8 @@ class _Gemm:
         return memory, 2 * params * rows / (self.peak_flops_per_s * peak_frac)
 
 
-def touched_experts(shape: ModelShape, tokens: Floats) -> Floats:
+def touched_experts(moe: Moe, tokens: Floats) -> Floats:
     """Expected distinct experts of one MoE layer that `tokens` tokens use, routing uniform and independent."""
-    moe = shape.moe
-    if moe is None:
-        return np.zeros_like(tokens)
     return moe.experts * (1 - (1 - moe.top_k / moe.experts) ** tokens)
 
 
@@ -181,7 +178,7 @@ def _expert_times(
     counts = model_math.parameter_counts(shape)
     unit = _Gemm.of(gpu, factors, chosen.expert_compute_dtype)
     one = counts.expert * counts.moe_layers / shape.layers / tp
-    memory = touched_experts(shape, tokens) * one * chosen.expert_bits / 8 / unit.bandwidth_bytes_per_s
+    memory = touched_experts(shape.moe, tokens) * one * chosen.expert_bits / 8 / unit.bandwidth_bytes_per_s
     peak_frac = factors.efficiency[unit.gpu, unit.dtype].expert_peak_frac
     return memory, 2 * one * shape.moe.top_k * tokens / (unit.peak_flops_per_s * peak_frac)
 

@@ -137,11 +137,11 @@ def test_pcie_all_reduce_makes_eight_gpus_less_than_eight() -> None:
 
 
 def test_touched_experts_match_a_simulation() -> None:
-    shape = model(moe=Moe(experts=12, top_k=3, intermediate=512))
+    moe = Moe(experts=12, top_k=3, intermediate=512)
     rng = np.random.default_rng(7)
     for tokens in (1, 3, 10):
         draws = [len({e for _ in range(tokens) for e in rng.permutation(12)[:3].tolist()}) for _ in range(3000)]
-        assert touched_experts(shape, np.array([float(tokens)]))[0] == pytest.approx(np.mean(draws), rel=0.02)
+        assert touched_experts(moe, np.array([float(tokens)]))[0] == pytest.approx(np.mean(draws), rel=0.02)
 
 
 def test_a_latent_cache_is_not_split_by_tensor_parallelism() -> None:

@@ -4,7 +4,7 @@ rows of the same data, so single GPUs show the quality of the fit and only sever
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ def measured(folder: Path, node: str, phase: str) -> Iterator[tuple[float, float
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
 @pytest.mark.parametrize("node", ["a100", "v100", "l4", "l4x2", "t4", "t4x2", "t4x4"])
 def test_layer_times_are_near_helix_profiles(
-    node: str, phase: Phase, reference_data: Path, record_property: pytest.RecordProperty
+    node: str, phase: Phase, reference_data: Path, record_property: Callable[[str, object], None]
 ) -> None:
     kind, _, count = node.partition("x")
     tokens, times = map(
