@@ -36,7 +36,8 @@ LONGEST_SPAN_S: Final = 10 * 365 * 86_400.0
 HIGHEST_MOONCAKE_RATE_PER_S: Final = 1_000.0
 FEWEST_FOR_RATE: Final = 1_000
 
-_ZONE: Final = re.compile(r"(Z|[+-]\d\d(:?\d\d)?)\"?$")
+_ZONE: Final = re.compile(r":[\d.]+ ?(Z|[+-]\d\d(:?\d\d)?)$")
+_ARROW_COLUMN: Final = re.compile(r"CSV column #(\d+): ")
 _ARROW_ROW: Final = re.compile(r"Row #(\d+): (?:CSV conversion error to \S+: )?")
 
 
@@ -131,10 +132,11 @@ def _detect(head: list[str], *, where: str) -> _Layout:
 
 
 def _read_csv(path: Path, layout: _Layout, head: list[str]) -> _Columns:
+    header, first = ([*csv.reader(head), []])[:2]
     time_type = pa.float64()
     if layout.unit_s is None:
-        zoned = len(head) > 1 and _ZONE.search(head[1].split(",")[0])
-        time_type = pa.timestamp("ns", "UTC" if zoned else None)
+        stamp = dict(zip(header, first, strict=False)).get(layout.names[0], "")
+        time_type = pa.timestamp("ns", "UTC" if _ZONE.search(stamp) else None)
     try:
         with pa.input_stream(str(path), compression="detect") as stream:
             table = pyarrow.csv.read_csv(
@@ -149,9 +151,7 @@ def _read_csv(path: Path, layout: _Layout, head: list[str]) -> _Columns:
                 ),
             )
     except pa.ArrowInvalid as error:
-        row = _ARROW_ROW.search(str(error))
-        where = f"{path}:{row[1]}" if row else str(path)
-        raise InputError(_ARROW_ROW.sub("", str(error)), where=where) from None
+        raise _csv_fault(str(error), header, path) from None
     arrival, *tokens = (table[name] for name in layout.names)
     if layout.unit_s is None:
         stamps_ns = arrival.to_numpy().astype(np.int64)
@@ -161,6 +161,15 @@ def _read_csv(path: Path, layout: _Layout, head: list[str]) -> _Columns:
         arrival_s = arrival.to_numpy() * layout.unit_s
     input_tokens, output_tokens = (column.to_numpy().astype(np.float64) for column in tokens)
     return _Columns(arrival_s=arrival_s, input_tokens=input_tokens, output_tokens=output_tokens)
+
+
+def _csv_fault(message: str, header: list[str], path: Path) -> InputError:
+    """Arrow's error, with the line as place and the column by name."""
+    row, column = _ARROW_ROW.search(message), _ARROW_COLUMN.search(message)
+    text = message[row.end() :] if row else message
+    return InputError(
+        f"{header[int(column[1])]}: {text}" if column else text, where=f"{path}:{row[1]}" if row else str(path)
+    )
 
 
 def _read_json_lines(path: Path, layout: _Layout) -> _Columns:
