@@ -69,10 +69,15 @@ def require_template_schema(schema: pa.Schema, *, where: str) -> None:
     """Raise StoreError unless `schema` is that of template rows, whatever its metadata."""
     if schema.equals(TEMPLATE_SCHEMA, check_metadata=False):
         return
-    theirs, ours = set(map(str, schema)), set(map(str, TEMPLATE_SCHEMA))
-    odd = sorted(theirs ^ ours)
+    names = dict.fromkeys([*TEMPLATE_SCHEMA.names, *schema.names])
+    odd = [name for name in names if not _has_same_field(schema, name)]
     raise StoreError(
         f"not a table of templates: differs in {', '.join(odd) or 'the order of columns'}",
         where=where,
         fix="the file is foreign or of another version of coral: rebuild the library",
     )
+
+
+def _has_same_field(schema: pa.Schema, name: str) -> bool:
+    theirs, ours = schema.get_all_field_indices(name), TEMPLATE_SCHEMA.get_all_field_indices(name)
+    return len(theirs) == len(ours) == 1 and bool(schema.field(theirs[0]).equals(TEMPLATE_SCHEMA.field(ours[0])))

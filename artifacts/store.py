@@ -8,6 +8,7 @@ ever sees a part of an object under its key.
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -127,6 +128,28 @@ class Store:
                 if _is_missing_bucket(error):
                     raise
 
+    def check(self) -> None:
+        """Write, read and remove a probe, and see that put-if-absent refuses: some S3 servers silently overwrite.
+
+        Raises StoreError where the store is not fit for use.
+        """
+        key = f"probes/{uuid.uuid4().hex}"
+        self.put_if_absent(key, b"first")
+        try:
+            self.put_if_absent(key, b"second")
+        except StoreConflictError:
+            if self.get(key) == b"first":
+                return
+            raise StoreError("gives back other bytes than were written", where=self.url) from None
+        else:
+            raise StoreError(
+                "the store ignores If-None-Match, so writers would overwrite each other",
+                where=self.url,
+                fix="use a store with conditional writes: AWS S3, SeaweedFS, MinIO, or a local folder",
+            )
+        finally:
+            self.delete(key)
+
     @contextmanager
     def _reported(self, key: str) -> Iterator[None]:
         """Turn whatever the library raises into StoreError at the object's URL."""
@@ -181,6 +204,8 @@ def _open_folder(folder: Path) -> Store:
 def _open_bucket(url: str, *, bucket: str, prefix: str) -> Store:
     if not bucket:
         raise InputError("the URL names no bucket", where=url, fix="write s3://bucket/prefix")
+    if prefix:
+        _checked(prefix)
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     config: S3Config = {"endpoint": endpoint} if endpoint else {}
     allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in {"true", "1"}
@@ -210,7 +235,7 @@ def _open_bucket(url: str, *, bucket: str, prefix: str) -> Store:
         )
     except (BaseError, ValueError) as error:
         raise InputError(
-            f"the S3 settings are not usable: {error}", where=url, fix="check the AWS_* variables"
+            f"the S3 settings are not usable: {_first_line(error)}", where=url, fix="check the AWS_* variables"
         ) from error
     return Store(f"s3://{bucket}/{prefix}".rstrip("/"), objects)
 
@@ -241,8 +266,7 @@ def _is_missing_bucket(error: Exception) -> bool:
 
 def _explained(error: Exception, url: str) -> tuple[str, str]:
     """What happened and what to do, from an error of the library or the system."""
-    text = str(error)
-    first_line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    text, first_line = str(error), _first_line(error)
     if _is_missing_bucket(error):
         return "the bucket does not exist", "create it, or correct the store's URL"
     if isinstance(error, UnauthenticatedError) or "InvalidAccessKeyId" in text or "SignatureDoesNotMatch" in text:
@@ -253,8 +277,14 @@ def _explained(error: Exception, url: str) -> tuple[str, str]:
         else:
             fix = "give this user the right to read and write the folder"
         return "permission denied", fix
-    if "169.254.169.254" in text or "credential" in text.lower():
+    if "/latest/" in text or "credential" in text.lower():  # the first is the path of the instance metadata service
         return f"no credentials were found: {first_line}", _CREDENTIALS_FIX
     if url.startswith("s3:") and ("error sending request" in text or "timed out" in text or "Connect" in text):
         return f"the store cannot be reached: {first_line}", "check AWS_ENDPOINT_URL_S3, AWS_REGION and the network"
     return first_line, ""
+
+
+def _first_line(error: Exception) -> str:
+    """The library's errors go on with pages of debugging output."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

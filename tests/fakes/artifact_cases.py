@@ -93,4 +93,4 @@ def rows_of(table: CapacityTable, n: int, *, seed: int = 0) -> pa.Table:
     """`n` template rows whose ids differ."""
     made = template_table(table, placements(table, 2 * n + 20, seed=seed))
     first = {id_: i for i, id_ in reversed(list(enumerate(made["template_id"].to_pylist())))}
-    return made.take(sorted(first.values())[:n])
+    return made.take(pa.array(sorted(first.values())[:n], pa.int64()))
