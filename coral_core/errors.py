@@ -111,7 +111,9 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, where: str = "")
     """The error for a `name` that is no known `kind` (GPU, model, region, ...): near misses first, else all names."""
     names = sorted(known)
     by_folded = {candidate.casefold(): candidate for candidate in names}
-    near = [by_folded[match] for match in difflib.get_close_matches(name.casefold(), by_folded, n=3, cutoff=0.5)]
+    begun = [folded for folded in by_folded if name and folded.startswith(name.casefold())]
+    alike = difflib.get_close_matches(name.casefold(), by_folded, n=3, cutoff=0.5)
+    near = [by_folded[folded] for folded in dict.fromkeys([*begun, *alike])][:3]
     everything = f"known: {', '.join(names)}" if names else "none is known"
     fix = f"did you mean {' or '.join(near)}?" if near else everything
     return InputError(f"unknown {kind} {name!r}", where=where, fix=fix)

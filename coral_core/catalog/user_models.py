@@ -52,13 +52,13 @@ def save_user_model(shape: ModelShape, directory: Path) -> Path:
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _write_new(path, text)
-    except FileExistsError:
-        raise InputError(
-            f"model {shape.name!r} is there already", where=str(path), fix="remove the file or choose another name"
-        ) from None
+        written = _write_new(path, text)
     except OSError as error:
         raise InputError(f"cannot be written: {error}", where=str(path)) from error
+    if not written:
+        raise InputError(
+            f"model {shape.name!r} is there already", where=str(path), fix="remove the file or choose another name"
+        )
     return path
 
 
@@ -106,13 +106,16 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _write_new(path: Path, text: str) -> None:
-    """Create `path` with `text`: a reader sees all of it or no file; FileExistsError where there is one."""
+def _write_new(path: Path, text: str) -> bool:
+    """Create `path` with `text`, so that a reader sees all of it or no file; False where there is one."""
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         Path(partial).chmod(0o644)
         os.link(partial, path)
+    except FileExistsError:
+        return False
     finally:
         Path(partial).unlink()
+    return True

@@ -2,7 +2,7 @@
 
 Data: rate and burstiness of arrivals; mean and coefficient of variation, or quantiles, of prompt and response lengths.
 Arrivals: gaps are gamma distributed with shape 1/b^2 and mean 1/rate, so that their coefficient of variation is b
-(b = 1 is a Poisson process, b = 0 a steady beat).
+(b = 1 is a Poisson process, b = 0 a steady beat; below 0.001 it is taken as 0).
 Lengths: prompt and response are drawn independently of each other and of time.
 """
 
@@ -20,6 +20,10 @@ from coral_core.errors import InputError
 
 MOST_REQUESTS = 100_000_000
 MOST_TOKENS = 100_000_000
+MOST_CV = 1_000.0
+"""For gaps and lengths: far beyond any trace; above it draws leave the range of numbers."""
+LEAST_BURSTINESS = 1e-3
+"""Below it arrivals are a steady beat: no trace tells the difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +47,10 @@ class TokenMoments:
 
     def check(self, where: str) -> None:
         """InputError where no lengths have these moments."""
-        if not (math.isfinite(self.mean_tokens) and 1 <= self.mean_tokens <= MOST_TOKENS):
+        if not 1 <= self.mean_tokens <= MOST_TOKENS:
             raise InputError(f"mean_tokens is {self.mean_tokens}, must be from 1 to {MOST_TOKENS}", where=where)
-        if not (math.isfinite(self.cv) and self.cv >= 0):
-            raise InputError(f"cv is {self.cv}, must be a number of at least 0", where=where)
+        if not 0 <= self.cv <= MOST_CV:
+            raise InputError(f"cv is {self.cv}, must be from 0 to {MOST_CV:g}", where=where)
         if self.mean_tokens == 1 and self.cv > 0:
             raise InputError(f"a mean of 1 token allows no cv of {self.cv}, every length is 1 then", where=where)
 
@@ -95,8 +99,8 @@ def synthesize(
         raise InputError(f"requests is {requests}, must be from 1 to {MOST_REQUESTS}", where=name)
     if not (math.isfinite(requests_per_s) and requests_per_s > 0):
         raise InputError(f"requests_per_s is {requests_per_s}, must be a number above 0", where=name)
-    if not (math.isfinite(burstiness) and burstiness >= 0):
-        raise InputError(f"burstiness is {burstiness}, must be a number of at least 0", where=name)
+    if not 0 <= burstiness <= MOST_CV:
+        raise InputError(f"burstiness is {burstiness}, must be from 0 to {MOST_CV:g}", where=name)
     input_tokens.check(f"{name}.input_tokens")
     output_tokens.check(f"{name}.output_tokens")
     gaps_s = _gaps_s(requests - 1, requests_per_s, burstiness, rng)
@@ -111,7 +115,7 @@ def synthesize(
 
 
 def _gaps_s(n: int, rate: float, burstiness: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    if burstiness == 0:
+    if burstiness < LEAST_BURSTINESS:
         return np.full(n, 1 / rate)
     shape = burstiness**-2
     return rng.gamma(shape, 1 / (rate * shape), n)

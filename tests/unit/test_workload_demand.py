@@ -120,6 +120,8 @@ MOMENTS = TokenMoments(mean_tokens=10, cv=1)
         ({"requests_per_s": NAN}, "s: requests_per_s is nan"),
         ({"requests_per_s": 0.0}, "s: requests_per_s is 0"),
         ({"burstiness": -1.0}, "s: burstiness is -1"),
+        ({"burstiness": 1e9}, "s: burstiness is 1000000000.0, must be from 0 to 1000"),
+        ({"burstiness": NAN}, "s: burstiness is nan"),
         ({"input_tokens": TokenMoments(mean_tokens=0.5, cv=1)}, "s.input_tokens: mean_tokens is 0.5"),
         ({"input_tokens": TokenMoments(mean_tokens=NAN, cv=1)}, "s.input_tokens: mean_tokens is nan"),
         ({"output_tokens": TokenMoments(mean_tokens=5, cv=NAN)}, "s.output_tokens: cv is nan"),
