@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,43 @@ def test_a_repeated_variant_is_refused(tmp_path):
     path.write_text("\n".join([*lines, lines[-1]]))
     with pytest.raises(InputError, match=rf"variants.csv:{len(lines) + 1}: 'int4' is there twice"):
         read_variants(path)
+
+
+REFERENCE_NAMES = {
+    "microsoft/phi-4": "phi-4",
+    "openai/gpt-oss-20b": "gpt-oss-20b",
+    "openai/gpt-oss-120b": "gpt-oss-120b",
+    "Qwen/Qwen3-32B": "qwen3-32b",
+    "Qwen/Qwen3-235B-A22B": "qwen3-235b",
+    "Qwen/Qwen3-30B-A3B": "qwen3-30b",
+    "meta-llama/Llama-3.1-70B (=3.3-70B shape)": "llama-3-70b",
+    "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
+    "mistralai/Mistral-Small-24B-Instruct-2501": "mistral-small-24b",
+    "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
+    "google/gemma-3-27b-it (text)": "gemma-3-27b",
+    "deepseek-ai/DeepSeek-V3": "deepseek-v3",
+}
+
+
+def test_dimensions_agree_with_the_reference(reference_data):
+    assert set(REFERENCE_NAMES.values()) == set(load_models())
+    columns = {
+        "hidden": "hidden",
+        "layers": "layers",
+        "heads": "heads",
+        "kv_heads": "kv_heads",
+        "head_dim": "head_dim",
+        "intermediate": "intermediate_dense",
+        "vocab": "vocab",
+    }
+    with (reference_data / "specs" / "models.csv").open(newline="") as file:
+        rows = {row["model"]: row for row in csv.DictReader(file)}
+    for reference, name in REFERENCE_NAMES.items():
+        row, shape = rows[reference], load_models()[name]
+        for field, column in columns.items():
+            assert getattr(shape, field) == int(row[column]), (name, field)
+        assert str(shape.tied_embeddings) == row["tied_embeddings"], name
+        assert (shape.moe.experts if shape.moe else None) == (int(row["experts"]) if row["experts"] else None), name
+        # The reference states the 3.1 release's context for Llama 3 70B; ours is that of the first release.
+        if name != "llama-3-70b":
+            assert shape.max_context_tokens == int(row["max_positions"]), name
