@@ -1,0 +1,122 @@
+"""Placement methods against brute force: every map of nodes to stages times every cut of the layers."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coral_core.domain.placement import PlacementProblem, PlacementStatus
+from coral_core.placement.ilp import IlpPlacement
+from coral_core.placement.lattice import LatticePlacement
+from coral_core.placement.verify import verify_placement
+
+
+def brute_force(problem: PlacementProblem) -> float:
+    """The best throughput by definition; shares nothing with the methods under test."""
+    best, n, layers = 0.0, len(problem.nodes), problem.layers
+    for n_stages in range(1, min(n, layers) + 1):
+        rows = np.array([problem.capacity_tokens_per_s[n_stages][node] for node in problem.nodes])
+        cuts = np.array([np.diff((0, *cut, layers)) for cut in itertools.combinations(range(1, layers), n_stages - 1)])
+        for stage_of in itertools.product(range(n_stages), repeat=n):
+            if len(set(stage_of)) < n_stages:
+                continue
+            stage_rows = np.array([rows[np.array(stage_of) == stage].sum(axis=0) for stage in range(n_stages)])
+            by_cut = stage_rows[np.arange(n_stages), cuts - 1]
+            best = max(best, float(by_cut.min(axis=1).max()))
+    return best
+
+
+def descending(values):
+    return np.array(sorted(values, reverse=True), dtype=float)
+
+
+@st.composite
+def problems(draw, max_nodes=5, max_layers=11, max_types=3):
+    """Tables of different S unrelated; many ties and zeros (small integers), or real numbers."""
+    layers = draw(st.integers(1, max_layers))
+    types = "abc"[: draw(st.integers(1, max_types))]
+    nodes = tuple(draw(st.lists(st.sampled_from(types), min_size=1, max_size=max_nodes)))
+    top = draw(st.sampled_from([1, 3, 20]))
+    number = draw(st.sampled_from([st.integers(0, top), st.floats(0, 1e6, allow_subnormal=False)]))
+    row = st.lists(number, min_size=layers, max_size=layers).map(descending)
+    capacity = {s: {name: draw(row) for name in sorted(set(nodes))} for s in range(1, len(nodes) + 1)}
+    return PlacementProblem(layers=layers, nodes=nodes, capacity_tokens_per_s=capacity)
+
+
+def random_problem(rng, n, layers, *, n_types=5):
+    """A seeded problem of exactly n nodes; memory ends each row at a random depth."""
+    names = [f"t{i}" for i in range(n_types)]
+    nodes = tuple(rng.choice(names, n))
+    capacity = {}
+    for stages in range(1, n + 1):
+        table = {}
+        for name in set(nodes):
+            row = np.sort(rng.integers(1, 40, layers) if rng.random() < 0.5 else rng.random(layers) * 1e3)[::-1].copy()
+            row[rng.integers(0, layers + 1) :] = 0
+            table[name] = row.astype(float)
+        capacity[stages] = table
+    return PlacementProblem(layers=layers, nodes=nodes, capacity_tokens_per_s=capacity)
+
+
+def check(problem, result, expected, rel):
+    assert result.throughput_tokens_per_s == pytest.approx(expected, rel=rel)
+    if expected > 0:
+        assert result.status is PlacementStatus.OPTIMAL
+        verify_placement(problem, result.placement, result.throughput_tokens_per_s)
+    else:
+        assert result.status is PlacementStatus.INFEASIBLE
+        assert result.placement is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_lattice_is_brute_force(problem):
+    result = LatticePlacement().solve(problem)
+    check(problem, result, brute_force(problem), 1e-12)
+    assert result.method == "lattice"
+
+
+@settings(max_examples=12, deadline=None)
+@given(problems(max_nodes=4, max_layers=6))
+def test_ilp_is_brute_force(problem):
+    result = IlpPlacement().solve(problem)
+    check(problem, result, brute_force(problem), 1e-7)
+    assert result.method == "ilp"
+
+
+@pytest.mark.parametrize("preference", ["highs", "auto"])
+def test_ilp_is_lattice_at_the_largest_size_of_the_contract(preference):
+    rng = np.random.default_rng(11)
+    for _ in range(2):
+        problem = random_problem(rng, 5, 11)
+        expected = brute_force(problem)
+        check(problem, IlpPlacement(preference=preference).solve(problem), expected, 1e-7)
+        check(problem, LatticePlacement().solve(problem), expected, 1e-12)
+
+
+def test_lattice_is_brute_force_on_seeded_cases():
+    rng = np.random.default_rng(5)
+    for _ in range(150):
+        problem = random_problem(rng, int(rng.integers(1, 6)), int(rng.integers(1, 12)))
+        check(problem, LatticePlacement().solve(problem), brute_force(problem), 1e-12)
+
+
+@pytest.mark.nightly
+def test_lattice_is_brute_force_at_length():
+    rng = np.random.default_rng(17)
+    for _ in range(3000):
+        problem = random_problem(rng, int(rng.integers(1, 7)), int(rng.integers(1, 12)))
+        check(problem, LatticePlacement().solve(problem), brute_force(problem), 1e-12)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_all_three_agree_at_length():
+    rng = np.random.default_rng(23)
+    for _ in range(60):
+        problem = random_problem(rng, int(rng.integers(1, 6)), int(rng.integers(1, 12)))
+        expected = brute_force(problem)
+        check(problem, LatticePlacement().solve(problem), expected, 1e-12)
+        check(problem, IlpPlacement().solve(problem), expected, 1e-7)
