@@ -73,6 +73,11 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
     return result
 
 
+def solver_for(preference: str) -> Solver:
+    """A solver that picks, for each program, the one that `preference` (checked before) allows."""
+    return _Choosing(preference=cast("Preference", preference))
+
+
 @dataclass(slots=True, kw_only=True)
 class _Choosing:
     """Picks a solver for each program by size and licence; `used` collects their names for the record."""
