@@ -26,6 +26,7 @@ from coral_core.errors import InputError, NoSolutionError, StoreConflictError, S
 
 _IN_FLIGHT: Final = 8
 _COMMIT_ATTEMPTS: Final = 50
+_DAMAGED: Final = "the manifest is damaged or foreign: remove it, or open another version"
 
 
 class Manifest(BaseModel):
@@ -231,7 +232,7 @@ def read_manifest(store: Store, library: str, version: int) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "manifest"
-        raise StoreError(f"{place}: {first['msg']}", where=where, fix="the manifest is damaged or foreign") from error
+        raise StoreError(f"{place}: {first['msg']}", where=where, fix=_DAMAGED) from error
     if (manifest.library, manifest.version) != (library, version):
         raise StoreError(
             f"is of library {manifest.library} version {manifest.version}", where=where, fix="it was moved here"
