@@ -23,7 +23,7 @@ def solve(
     as_json: AsJson = False,
 ) -> int:
     """Find the cheapest allocation of one problem or a list (format: docs/formats.md)."""
-    from coral_core.allocation import solve_allocation
+    from coral_core.allocation.ilp import solve_allocation
     from coral_core.config.allocation_file import allocation_result_to_json, read_allocation_file
 
     problems, was_list = read_allocation_file(file)

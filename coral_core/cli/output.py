@@ -18,13 +18,14 @@ def print_json(document: Any) -> None:  # noqa: ANN401 - any JSON value
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, note: str = "") -> None:
     """A table on stdout; numbers are right-aligned, None shows as `-`."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    table = Table(header_style="bold")
     for index, column in enumerate(columns):
         numeric = all(isinstance(row[index], int | float | None) for row in rows)
         table.add_column(column, justify="right" if numeric and rows else "left", overflow="fold")
     for row in rows:
         table.add_row(*(format_cell(cell) for cell in row))
     out = console()
+    out.print(title, style="bold", highlight=False, soft_wrap=True)
     out.print(table)
     if note:
         out.print(note, style="dim", highlight=False)

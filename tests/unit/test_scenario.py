@@ -33,7 +33,7 @@ def test_a_copy_of_a_shipped_scenario_loads_from_a_file(tmp_path):
         ("regions: [us-east-2, ap-northeast-2]", "regions: []", 7, "regions"),
         ("name: tiny", "name: tiny\nname: other", 4, "given twice"),
         ("name: tiny", "name: [", None, "not valid YAML"),
-        ("models:", "models: 3\nother:", None, "models"),
+        ("models:", "models: 3\nother:", None, "other"),
     ],
 )
 def test_a_fault_is_named_by_file_line_and_key(tmp_path, old, new, line, words):
