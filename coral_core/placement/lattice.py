@@ -31,6 +31,9 @@ from coral_core.placement.problem import Capacity, check_capacity, check_counts,
 MAX_TABLE_BYTES: Final = 6 * 2**30
 """Tables of one S above this are refused: nobody's worker should be killed for want of memory."""
 
+MAX_STEPS: Final = 3e11
+"""Steps of one combination above this (several minutes) are refused: 15 different nodes of 94 layers still pass."""
+
 Counts = NDArray[np.int16]
 Keys = NDArray[np.uint64]
 
@@ -141,7 +144,7 @@ class _Lattice:
         starts = np.concatenate([[0], np.cumsum(np.subtract(ends, firsts))])
         n_rows, layers = int(starts[-1]), capacity.shape[1]
         if n_rows * layers * 8 > max_bytes:
-            raise _too_large(n_rows, layers, max_bytes)
+            raise _too_large(f"{n_rows} lists of {layers} layers need more than {max_bytes / 2**30:.1f} GiB")
         lists, reach = np.empty((n_rows, layers)), np.empty(n_rows, dtype=np.int64)
         tables = (lists, reach, (starts[:-1] - firsts).astype(np.int64))
         if n_stages > 1:
@@ -242,15 +245,17 @@ def _max_splits(runs: Counts) -> int:
 
 
 def _check_size(counts: Counts, layers: int, max_bytes: int) -> None:
-    """Refuse what cannot fit before the lattice is listed: one combination alone has this many sub-multisets."""
-    rows = float((counts.astype(np.float64) + 1).prod(axis=1).max(initial=1.0))
+    """Refuse what cannot fit memory or a few minutes before anything is listed, judged by the worst combination."""
+    nodes = counts.astype(np.float64)
+    rows = float((nodes + 1).prod(axis=1).max(initial=1.0))
     if rows * layers * 8 > max_bytes:
-        raise _too_large(int(rows), layers, max_bytes)
+        raise _too_large(f"{rows:.0f} sub-multisets of {layers} layers need more than {max_bytes / 2**30:.1f} GiB")
+    n_stages = np.minimum(nodes.sum(axis=1), layers)
+    # Pairs A within M within the combination, each once for k < S <= n_stages.
+    steps = ((nodes + 1) * (nodes + 2) / 2).prod(axis=1) * n_stages**2 / 2 * layers
+    if steps.max(initial=0.0) > MAX_STEPS:
+        raise _too_large(f"{steps.max():.1g} steps for one combination are more than {MAX_STEPS:.1g}")
 
 
-def _too_large(rows: int, layers: int, max_bytes: int) -> InputError:
-    return InputError(
-        f"{rows} sub-multisets of {layers} layers need more than {max_bytes / 2**30:.1f} GiB",
-        where="nodes",
-        fix="place fewer combinations at a time, or fewer different nodes",
-    )
+def _too_large(what: str) -> InputError:
+    return InputError(what, where="nodes", fix="place fewer combinations at a time, or fewer different nodes")

@@ -1,6 +1,6 @@
-"""Compiled loops of the lattice method (see `lattice` for the mathematics). The one file that imports numba.
+"""Compiled loops of the lattice method (see `lattice` for the mathematics).
 
-Everything is compiled once for fixed types and cached on disk, so that worker processes only load it. Conventions:
+Conventions:
 - a multiset is given by runs: `types[row, i]` with `counts[row, i]` > 0 nodes, padded by counts of 0;
 - its key is the sum of its nodes' weights modulo 2^64, so the key of a difference is the difference of keys;
 - `index` = (weights by type, slot keys, slot rows, shift) finds the lattice row of a key;
@@ -9,14 +9,11 @@ Everything is compiled once for fixed types and cached on disk, so that worker p
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-Function = TypeVar("Function", bound=Callable[..., object])
+from coral_core.placement.compiled import compiled
+
 Floats = NDArray[np.float64]
 Keys = NDArray[np.uint64]
 Rows = NDArray[np.int32]
@@ -30,22 +27,7 @@ _INDEX = "Tuple((u8[::1], u8[::1], i4[::1], i8))"
 _TABLES = "Tuple((f8[:, ::1], i8[::1], i8[::1]))"
 
 
-def _compiled(signature: str) -> Callable[[Function], Function]:
-    def decorate(function: Function) -> Function:
-        compile_: Any = numba.njit
-        try:
-            compiled: Function = compile_(signature, cache=True, nogil=True, error_model="numpy")(function)
-        except RuntimeError as error:
-            if "cannot cache" not in str(error):
-                raise
-            # No folder can be written, not even the user's: compile for this process alone.
-            compiled = compile_(signature, nogil=True, error_model="numpy")(function)
-        return compiled
-
-    return decorate
-
-
-@_compiled("void(u8[::1], u8[::1], i4[::1], i8)")
+@compiled("void(u8[::1], u8[::1], i4[::1], i8)")
 def insert_keys(keys: Keys, slot_keys: Keys, slot_rows: Rows, shift: int) -> None:
     """Fill an open-addressing table (a power of two of slots, row -1 = free) with row numbers by key."""
     last = len(slot_keys) - 1
@@ -57,7 +39,7 @@ def insert_keys(keys: Keys, slot_keys: Keys, slot_rows: Rows, shift: int) -> Non
         slot_rows[slot] = row
 
 
-@_compiled(f"i8(u8, {_INDEX})")
+@compiled(f"i8(u8, {_INDEX})")
 def find_row(key: np.uint64, index: Index) -> int:
     """The row of a key that is in the lattice."""
     _, slot_keys, slot_rows, shift = index
@@ -69,7 +51,7 @@ def find_row(key: np.uint64, index: Index) -> int:
     return row
 
 
-@_compiled("i8(u8[::1], i8[::1], i8, u8[::1], i8[::1])")
+@compiled("i8(u8[::1], i8[::1], i8, u8[::1], i8[::1])")
 def list_splits(weights: Keys, counts: Ints, n_runs: int, keys: Keys, sizes: Ints) -> int:
     """All sub-multisets with at least one node of the first run: keys and sizes, in mixed-radix order of run counts.
 
@@ -90,7 +72,7 @@ def list_splits(weights: Keys, counts: Ints, n_runs: int, keys: Keys, sizes: Int
     return n
 
 
-@_compiled("i8(i2[::1], i2[::1], u8[::1], u8[::1], i8[::1])")
+@compiled("i8(i2[::1], i2[::1], u8[::1], u8[::1], i8[::1])")
 def load_runs(types: Shorts, counts: Shorts, weights: Keys, run_weights: Keys, run_counts: Ints) -> int:
     """Copy one multiset's runs; returns how many there are."""
     n_runs = 0
@@ -101,7 +83,7 @@ def load_runs(types: Shorts, counts: Shorts, weights: Keys, run_weights: Keys, r
     return n_runs
 
 
-@_compiled("f8(f8[::1], f8[::1], i8)")
+@compiled("f8(f8[::1], f8[::1], i8)")
 def best_of_two(a: Floats, b: Floats, layers: int) -> float:
     """The most of min(a(i), b(layers - i)) over i = 1..layers-1, both descending: two parts, each holding a layer."""
     low, high = 1, layers  # the first i at which a(i) <= b(layers - i), or `layers`
@@ -119,7 +101,7 @@ def best_of_two(a: Floats, b: Floats, layers: int) -> float:
     return value
 
 
-@_compiled("i8(f8[::1], f8)")
+@compiled("i8(f8[::1], f8)")
 def holds(values: Floats, throughput: float) -> int:
     """How many layers a descending list holds at `throughput`."""
     low, high = 0, len(values)
@@ -132,7 +114,7 @@ def holds(values: Floats, throughput: float) -> int:
     return low
 
 
-@_compiled("i8(f8[::1], f8[::1], f8[::1])")
+@compiled("i8(f8[::1], f8[::1], f8[::1])")
 def merge_into(a: Floats, b: Floats, best: Floats) -> int:
     """best(l) = max(best(l), min(l-th largest of a and b, a(1), b(1))): two parts, each holding a layer."""
     layers = len(best)
@@ -153,7 +135,7 @@ def merge_into(a: Floats, b: Floats, best: Floats) -> int:
     return 0
 
 
-@_compiled("void(f8[:, ::1], i2[:, ::1], i2[:, ::1], f8[:, ::1], i8[::1])")
+@compiled("void(f8[:, ::1], i2[:, ::1], i2[:, ::1], f8[:, ::1], i8[::1])")
 def fill_single_stages(capacity: Floats, types: Shorts, counts: Shorts, lists: Floats, reach: Ints) -> None:
     """T_A(j) of every multiset as one stage: the sum of its nodes' capacities. `capacity` (C, L), `lists` (rows, L)."""
     for row in range(lists.shape[0]):
@@ -166,7 +148,7 @@ def fill_single_stages(capacity: Floats, types: Shorts, counts: Shorts, lists: F
         reach[row] = holds(lists[row], 5e-324)  # the smallest positive number
 
 
-@_compiled(f"void({_TABLES}, i8, i8, i8, i2[:, ::1], i2[:, ::1], {_INDEX}, i8)")
+@compiled(f"void({_TABLES}, i8, i8, i8, i2[:, ::1], i2[:, ::1], {_INDEX}, i8)")
 def fill_stages(  # noqa: PLR0917 - compiled code takes arrays, not objects
     tables: Tables, k: int, first: int, end: int, types: Shorts, counts: Shorts, index: Index, max_splits: int
 ) -> None:
@@ -190,7 +172,7 @@ def fill_stages(  # noqa: PLR0917 - compiled code takes arrays, not objects
         reach[base[k] + row] = holds(best, 5e-324)  # the smallest positive number
 
 
-@_compiled(f"void({_TABLES}, i8, f8, u8[::1], i8[::1], i8, {_INDEX}, u8[::1], i8[::1], i2[:, ::1])")
+@compiled(f"void({_TABLES}, i8, f8, u8[::1], i8[::1], i8, {_INDEX}, u8[::1], i8[::1], i2[:, ::1])")
 def rebuild(  # noqa: PLR0917 - compiled code takes arrays, not objects
     tables: Tables,
     n_stages: int,
@@ -240,7 +222,7 @@ def rebuild(  # noqa: PLR0917 - compiled code takes arrays, not objects
         stage_counts[n_stages - 1, run_of[run]] = left[run]
 
 
-@_compiled(f"void({_TABLES}, i8, f8[:, ::1], i2[:, ::1], i2[:, ::1], {_INDEX}, i8, f8[::1], i2[::1], i2[:, :, ::1])")
+@compiled(f"void({_TABLES}, i8, f8[:, ::1], i2[:, ::1], i2[:, ::1], {_INDEX}, i8, f8[::1], i2[::1], i2[:, :, ::1])")
 def improve(  # noqa: PLR0917 - compiled code takes arrays, not objects
     tables: Tables,
     n_stages: int,
@@ -294,7 +276,7 @@ def improve(  # noqa: PLR0917 - compiled code takes arrays, not objects
             )  # fmt: skip
 
 
-@_compiled("f8(f8[:, ::1], i2[::1], i2[::1], i8)")
+@compiled("f8(f8[:, ::1], i2[::1], i2[::1], i8)")
 def stage_throughput(capacity: Floats, types: Shorts, counts: Shorts, layers: int) -> float:
     """T_A(layers) of one stage; 0 for more layers than the model has."""
     value = 0.0
@@ -304,7 +286,7 @@ def stage_throughput(capacity: Floats, types: Shorts, counts: Shorts, layers: in
     return value
 
 
-@_compiled("void(f8[:, :, ::1], i2[:, ::1], i2[::1], i2[:, :, ::1], f8[::1], i2[:, ::1])")
+@compiled("void(f8[:, :, ::1], i2[:, ::1], i2[::1], i2[:, :, ::1], f8[::1], i2[:, ::1])")
 def share_layers(  # noqa: PLR0917 - compiled code takes arrays, not objects
     capacity: Floats, types: Shorts, stages: Shorts, stage_counts: Shorts, throughput: Floats, stage_layers: Shorts
 ) -> None:
