@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Final
 
 from coral_core.domain.ports import PlacementMethod
-from coral_core.errors import InputError
+from coral_core.errors import unknown_name
 from coral_core.placement.ilp import IlpPlacement
 from coral_core.placement.lattice import LatticePlacement
+from coral_core.solver.choose import Preference
 
-PLACEMENT_METHODS: Final[Mapping[str, Callable[[], PlacementMethod]]] = {
-    LatticePlacement.name: LatticePlacement,
-    IlpPlacement.name: IlpPlacement,
+PLACEMENT_METHODS: Final[Mapping[str, Callable[[float, Preference], PlacementMethod]]] = {
+    LatticePlacement.name: lambda _time_limit_s, _solver: LatticePlacement(),
+    IlpPlacement.name: lambda time_limit_s, solver: IlpPlacement(preference=solver, time_limit_s=time_limit_s),
 }
 
 
-def placement_method(name: str) -> PlacementMethod:
-    """The method of that name with its default limits; raises InputError with suggestions for an unknown one."""
-    try:
-        return PLACEMENT_METHODS[name]()
-    except KeyError:
-        known = ", ".join(sorted(PLACEMENT_METHODS))
-        close = get_close_matches(name, PLACEMENT_METHODS, n=1)
-        fix = f"did you mean {close[0]}? known: {known}" if close else f"one of {known}"
-        raise InputError(f"unknown placement method {name!r}", where="method", fix=fix) from None
+def placement_method(name: str, *, time_limit_s: float = 60.0, solver: Preference = "auto") -> PlacementMethod:
+    """The method of that name; `time_limit_s` (per program) and `solver` matter to `ilp` only.
+
+    Raises InputError with suggestions for an unknown name.
+    """
+    if name not in PLACEMENT_METHODS:
+        raise unknown_name("placement method", name, PLACEMENT_METHODS, where="method")
+    return PLACEMENT_METHODS[name](time_limit_s, solver)
