@@ -79,17 +79,20 @@ class StagedSolve:
     def run(self, effort: Effort) -> Staged:
         """Solve within the effort."""
         nothing = self.judge(np.zeros((len(self.problem.templates), len(self.problem.regions)), dtype=np.int64))
-        seed = np.zeros(0, dtype=np.int64)
+        seed, servable = np.zeros(0, dtype=np.int64), True
         if len(self.formulation.columns) > DIRECT_COLUMNS:
             seed, servable = self._relaxed_service(effort.within(0.2))
-        else:
-            servable = True
-        full, cost_bound = (
-            self._improve(self.formulation.full(), effort.within(0.5), nothing, seed) if servable else (nothing, 0.0)
-        )
-        if full.full:
-            return Staged(plan=full, cost_bound=cost_bound)
-        return self._short(effort, full, seed)
+        if not servable:
+            return self._short(effort, nothing, seed)
+        program = self.formulation.full()
+        plan, cost_bound = self._improve(program, effort.within(0.5), nothing, seed)
+        if not plan.full:
+            return self._short(effort, plan, seed)
+        if plan.cost_usd_per_h - cost_bound > effort.gap_frac * plan.cost_usd_per_h:
+            # the half kept back for the case that not everything can be met
+            plan, again = self._improve(program, effort, plan, seed)
+            cost_bound = max(cost_bound, again)
+        return Staged(plan=plan, cost_bound=cost_bound)
 
     def _short(self, effort: Effort, plan: Plan, seed: Ints) -> Staged:
         """Not everything can be met, or it was not found in time."""

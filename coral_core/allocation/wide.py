@@ -22,8 +22,9 @@ from coral_core.solver.program import IntegerProgram, SolveOptions, Solver, Solv
 
 DIRECT_COLUMNS = 4_000
 """Programs up to this size are given to the solver whole."""
-_FIRST_COLUMNS = 1_500
+_FIRST_COLUMNS = 500
 _GROWTH = 4
+_SHARE = 0.25
 _SIFT_BATCH = 1_000
 _COST_RANGE_MAX = 1e7
 _NOISE = 1e-9
@@ -220,43 +221,44 @@ def solve_wide(
 def _grow(
     program: WideProgram, solver: Solver, effort: Effort, relaxation: Relaxation, start: Floats | None
 ) -> WideSolution:
-    x, bound = start, relaxation.bound
-    reduced = relaxation.reduced[: program.n_wide]
+    x, bound, n = start, relaxation.bound, program.n_wide
+    reduced = relaxation.reduced[:n]
     order = np.argsort(reduced, kind="stable")
-    always = np.arange(program.n_wide, len(program.objective))
-    size, n = 0, program.n_wide
+    always = np.arange(n, len(program.objective))
+    size, last = min(_FIRST_COLUMNS, n), False
     while True:
-        useful = n
-        if x is not None:
-            # beyond this, a column alone lifts the bound over what is already at hand
-            useful = int(np.searchsorted(reduced[order], float(program.objective @ x) - relaxation.bound, side="right"))
-        size = max(_FIRST_COLUMNS, len(relaxation.active) if size == 0 else size * _GROWTH)
-        size = min(size, useful)
-        kept = order[:size]
-        if x is not None:
-            kept = np.union1d(kept, np.flatnonzero(x[:n] > 0))
-        last = size >= useful
-        share = 1.0 if last else 0.5
+        last = last or size == n
+        kept = order[:size] if x is None else np.union1d(order[:size], np.flatnonzero(x[:n] > 0))
         columns = np.concatenate((kept, always))
-        found = _solve_on(program, solver, effort.within(share), columns, x)
+        found = _solve_on(program, solver, effort if last else effort.within(_SHARE), columns, x)
+        if size == n and found.infeasible:
+            return replace(found, columns=size)
         left_out = math.inf if size == n else relaxation.bound + max(float(reduced[order[size]]), 0.0)
         bound = max(bound, min(found.bound, left_out))
         if found.x is not None and (x is None or program.objective @ found.x < program.objective @ x):
             x = found.x
-        if size == n and found.infeasible:
-            return replace(found, columns=size)
         value = math.inf if x is None else float(program.objective @ x)
-        done = x is not None and value - bound <= effort.gap_frac * max(abs(value), 1e-9)
-        if done or last or time.perf_counter() > effort.deadline_s:
+        if last or value - bound <= effort.gap_frac * max(abs(value), 1e-9) or time.perf_counter() > effort.deadline_s:
             return WideSolution(x=x, bound=min(bound, value), columns=size)
+        if left_out < min(found.bound, value):
+            # columns with a reduced cost above best - L(y) cannot be part of anything better
+            useful = int(np.searchsorted(reduced[order], value - relaxation.bound, side="right"))
+            size = min(size * _GROWTH, max(useful, size + 1), n)
+        else:
+            last = True  # what was left out cannot help: all the time left goes to these
 
 
 def _solve_on(
     program: WideProgram, solver: Solver, effort: Effort, columns: Ints, start: Floats | None
 ) -> WideSolution:
     scale = cost_scale(program.objective)
-    options = effort.options(None if start is None else start[columns])
-    answer = solver.solve(program.take(columns, relaxed=False, scale=scale), options)
+    part = program.take(columns, relaxed=False, scale=scale)
+    answer = solver.solve(part, effort.options(None if start is None else start[columns]))
+    if start is not None and answer.x is not None and answer.objective is not None:
+        stated, found = answer.objective, float(part.objective @ answer.x)
+        if abs(stated - found) > _NOISE * max(1.0, abs(stated)):
+            # HiGHS 1.16 can return the starting point beside the objective of a better one that presolve saw
+            answer = solver.solve(part, effort.options())
     if answer.status is SolveStatus.INFEASIBLE:
         return WideSolution(x=None, bound=math.inf, infeasible=True, columns=len(columns))
     bound = -math.inf if answer.bound is None else answer.bound / scale
