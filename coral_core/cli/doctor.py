@@ -83,8 +83,10 @@ def _solvers() -> Iterator[Finding]:
     from coral_core.solver.choose import solver_status
 
     for status in solver_status():
+        size = "any size" if status.size_limit is None else f"up to {status.size_limit:,} columns and rows"
+        detail = f"{status.version or 'not installed'}, {size}" if status.licensed else status.note
         state = "ok" if status.licensed else "absent"
-        yield Finding(group="solvers", what=status.name, state=state, detail=status.detail)
+        yield Finding(group="solvers", what=status.name, state=state, detail=detail)
 
 
 def _store(url: str | None) -> Iterator[Finding]:
@@ -95,6 +97,7 @@ def _store(url: str | None) -> Iterator[Finding]:
 
     settings = load_settings()
     opened = open_store(url or settings.store_url)
+    opened.check()
     names = list_libraries(opened)
     yield Finding(group="store", what=opened.url, state="ok", detail=f"{len(names)} libraries")
     now = datetime.now(UTC)

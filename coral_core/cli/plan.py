@@ -200,7 +200,7 @@ def show_plan(plan: Mapping[str, Any], decision: Mapping[str, Any]) -> None:
     from coral_core.report.plan_report import PLAN_COLUMNS, cost_rows, plan_rows
 
     print_table(f"Plan for {plan['scenario']} (all figures predicted)", PLAN_COLUMNS, plan_rows(plan))
-    columns = ("policy", "USD/h", "ratio to coral", "demand not met")
+    columns = ("policy", "USD/h with start-up", "ratio to coral", "demand not met")
     print_table("Cost beside the baselines", columns, cost_rows(plan, decision))
     proof = "proven" if plan["status"] == "optimal" else "NOT within the wished gap"
     print_text(

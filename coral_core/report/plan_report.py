@@ -83,7 +83,7 @@ def plan_markdown(plan: Mapping[str, Any], decision: Mapping[str, Any]) -> str:
         "",
         "## Cost beside the baselines",
         "",
-        *markdown_table(("policy", "USD/h", "ratio", "demand not met"), cost_rows(plan, decision)),
+        *markdown_table(("policy", "USD/h with start-up", "ratio", "demand not met"), cost_rows(plan, decision)),
         "",
         "## Why",
         "",

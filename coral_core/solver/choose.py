@@ -31,7 +31,7 @@ def choose_solver(program: IntegerProgram, preference: Preference = "auto") -> S
     raise SolverError(
         f"Gurobi cannot take this program ({size}): {gurobi_info().note}",
         where=program.name,
-        fix="use --solver highs or auto, or install a Gurobi licence",
+        fix="set allocation.solver to highs or auto, or install a Gurobi licence",
     )
 
 
