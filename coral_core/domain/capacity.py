@@ -12,6 +12,25 @@ from coral_core.domain.workload import Phase, Slo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetTable:
+    """T^_j(c, b) of a node as one of several stages, over a grid of stage budgets b (DESIGN 3.4).
+
+    `throughput` is (grid, C, L): entry [beta-1, c, j-1] is the most that one node of configuration c gives with j
+    layers when its stage, hop included, may take beta/grid of the phase's SLO; 0 where it cannot. Non-increasing in
+    j, non-decreasing in beta. `layout` has the same shape and indexes `layouts`, -1 where capacity is 0.
+    """
+
+    throughput: NDArray[np.float64]
+    layout: NDArray[np.int16]
+    layouts: tuple[str, ...]
+
+    @property
+    def grid(self) -> int:
+        """Into how many parts the SLO is cut."""
+        return int(self.throughput.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityTable:
     """T^_j(c, l/S) for one (model, variant, phase, SLO): the published split's budgets.
 
@@ -20,6 +39,7 @@ class CapacityTable:
     `layout` has the same shape and holds an index into `layouts` (text such as `tp2 pp1 dp4`), -1 where capacity is 0.
     `sources` and `error_frac` are per configuration (error None = not known).
     `usable_memory_bytes` per configuration and `model_bytes` drive the enumeration's memory limits.
+    `budgets` holds the capacities over free stage budgets, where they were asked for.
     """
 
     model: str
@@ -37,6 +57,7 @@ class CapacityTable:
     usable_memory_bytes: NDArray[np.float64]
     model_bytes: float
     inputs_hash: str
+    budgets: BudgetTable | None = None
 
     @property
     def max_stages(self) -> int:

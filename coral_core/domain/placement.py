@@ -18,11 +18,14 @@ class PlacementProblem:
 
     `capacity_tokens_per_s[S][type]` is (layers,): capacity of one node of the type holding j = 1..layers layers when
     the pipeline has S stages, S = 1..len(nodes). Non-increasing, finite, >= 0. Tables of different S are unrelated.
+    `budget_capacity_tokens_per_s[type]` is (grid, layers), for methods with free stage budgets only: the capacity as one
+    of several stages within beta/grid of the SLO, non-decreasing in beta = 1..grid.
     """
 
     layers: int
     nodes: tuple[str, ...]
     capacity_tokens_per_s: Mapping[int, Mapping[str, NDArray[np.float64]]]
+    budget_capacity_tokens_per_s: Mapping[str, NDArray[np.float64]] | None = None
 
 
 class PlacementStatus(StrEnum):
@@ -50,7 +53,8 @@ class PlacedCombinations:
 
     `counts` (n, C) nodes per configuration; `throughput` (n,); `n_stages` (n,); `stage_layers` (n, S_max), 0 beyond
     n_stages; `stage_counts` (n, S_max, C) nodes per stage and configuration. `proven` (n,) is False where a limit
-    ended the solve first. Statistics count what was tried: `combinations`, `infeasible`, `unproven`, `solve_s`.
+    ended the solve first. `stage_budget_frac` (n, S_max) is each stage's share of the SLO, 0 beyond n_stages, where the
+    method chose it; without it every stage has 1/n_stages. Statistics count what was tried: `combinations`, `infeasible`, `unproven`, `solve_s`.
     """
 
     counts: NDArray[np.int16]
@@ -61,6 +65,7 @@ class PlacedCombinations:
     proven: NDArray[np.bool_]
     method: str
     statistics: Mapping[str, float]
+    stage_budget_frac: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         return len(self.throughput)

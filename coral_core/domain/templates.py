@@ -29,10 +29,14 @@ class CapacitySource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One pipeline stage: consecutive `layers` held by each of `nodes` (data parallel inside the stage)."""
+    """One pipeline stage: consecutive `layers` held by each of `nodes` (data parallel inside the stage).
+
+    `budget_frac` is the stage's share of the SLO, where the method chose it; without, stages have equal shares.
+    """
 
     layers: int
     nodes: tuple[str, ...]
+    budget_frac: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,9 @@ def problem_at(table: CapacityTable, counts: NDArray[np.int16]) -> PlacementProb
             n_stages + 1: {table.configs[c]: table.throughput[n_stages, c] for c in held}
             for n_stages in range(min(int(counts.sum()), table.max_stages))
         },
+        budget_capacity_tokens_per_s=None
+        if table.budgets is None
+        else {table.configs[c]: table.budgets.throughput[:, c] for c in held},
     )
 
 
@@ -42,6 +45,7 @@ def placement_at(placed: PlacedCombinations, configs: tuple[str, ...], row: int)
                     for c in np.flatnonzero(placed.stage_counts[row, stage])
                     for _ in range(int(placed.stage_counts[row, stage, c]))
                 ),
+                budget_frac=None if placed.stage_budget_frac is None else float(placed.stage_budget_frac[row, stage]),
             )
             for stage in range(int(placed.n_stages[row]))
         )
