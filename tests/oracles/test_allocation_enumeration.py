@@ -191,3 +191,16 @@ def test_same_region_equals_enumeration(doc, tmp_path_factory):
 def test_without_reductions_equals_enumeration(doc, solver, tmp_path_factory):
     doc["options"] |= {"solver": solver, "reduce": False}
     agrees(doc, tmp_path_factory.mktemp("doc") / "problem.json")
+
+
+@settings(max_examples=120, deadline=None)
+@given(doc=documents())
+def test_column_growth_equals_enumeration(doc, tmp_path_factory):
+    """The path of wide programs, forced onto tiny ones: sifting, few columns first, growth until proven."""
+    doc["options"]["solver"] = "highs"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coral_core.allocation.wide.DIRECT_COLUMNS", 2)
+        patch.setattr("coral_core.allocation.stages.DIRECT_COLUMNS", 2)
+        patch.setattr("coral_core.allocation.wide._FIRST_COLUMNS", 1)
+        patch.setattr("coral_core.allocation.wide._SIFT_BATCH", 1)
+        agrees(doc, tmp_path_factory.mktemp("doc") / "problem.json")
