@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -67,6 +68,10 @@ class Executor(Protocol):
 
     def __call__(self, items: Sequence[Item], work: Callable[[Item], Value]) -> Iterator[Outcome[Value]]:
         """Outcomes as they finish."""
+        ...
+
+    def session(self) -> AbstractContextManager[None]:
+        """What the executor runs on, kept up for several runs; a run outside a session brings its own."""
         ...
 
 
@@ -123,6 +128,10 @@ class InlineExecutor:
     def __call__(self, items: Sequence[Item], work: Callable[[Item], Value]) -> Iterator[Outcome[Value]]:
         """Outcomes as they finish."""
         return run_inline(items, work, processes=self.processes)
+
+    def session(self) -> AbstractContextManager[None]:
+        """Nothing to keep up."""
+        return nullcontext()
 
 
 def _run_pool(items: Sequence[Item], work: Callable[[Item], Value], processes: int) -> Iterator[Outcome[Value]]:

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -21,14 +22,26 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from coral_core.errors import CoralError, InputError
-from tasks.executor import MAX_DEATHS, Failure, Item, Outcome, Value, attempt, bug, outcome_of, quarantined
+from tasks.executor import (
+    MAX_DEATHS,
+    Executor,
+    Failure,
+    InlineExecutor,
+    Item,
+    Outcome,
+    Value,
+    attempt,
+    bug,
+    outcome_of,
+    quarantined,
+)
 
 LOCAL: Final = "local"
 MAX_NODE_LOSSES: Final = 5
@@ -61,6 +74,19 @@ class RayExecutor:
             chunk_size=self.chunk_size,
             max_in_flight=self.max_in_flight,
         )
+
+    def session(self) -> AbstractContextManager[None]:
+        """A `ray_session` for several runs."""
+        return ray_session(self.address, workers=self.workers)
+
+
+def choose_executor(
+    kind: Literal["ray", "inline"], *, ray_address: str = LOCAL, workers: int | None = None
+) -> Executor:
+    """The executor by its name; `workers` are the CPUs of a local Ray (default all), or inline processes (default 1)."""
+    if kind == "inline":
+        return InlineExecutor(processes=workers or 1)
+    return RayExecutor(address=ray_address, workers=workers)
 
 
 def fan_out(
@@ -207,11 +233,17 @@ class _Run:
                 self.ray.cancel(reference, force=True)  # only force reaches into a native solver
 
     def _submit(self, chunk: _Chunk) -> Iterator[Outcome[Value]]:
+        """Send a chunk off. Items travel as plain pickles: Ray's own would make their arrays read-only."""
         chunk = replace(chunk, attempts=chunk.attempts + 1)
-        try:
-            self.in_flight[self.task.remote(self.work, [self.items[index] for index in chunk.indices])] = chunk
-        except Exception as error:  # noqa: BLE001 - an item that cannot be pickled, in whatever way it fails to
-            yield from self._retry(chunk, error, split=True, final=bug(error))
+        sent: dict[int, bytes] = {}
+        for index in chunk.indices:
+            try:
+                sent[index] = pickle.dumps(self.items[index])
+            except Exception as error:  # noqa: BLE001 - an item that cannot be pickled, in whatever way it fails to
+                yield Outcome(index=index, value=None, failure=bug(error), attempts=chunk.attempts)
+        if sent:
+            reference = self.task.remote(self.work, list(sent.values()))
+            self.in_flight[reference] = replace(chunk, indices=tuple(sent))
 
     def _settle(self, reference: object, chunk: _Chunk) -> Iterator[Outcome[Value]]:
         errors = self.ray.exceptions
@@ -223,7 +255,7 @@ class _Run:
         except (errors.WorkerCrashedError, errors.OutOfMemoryError) as error:
             chunk = replace(chunk, deaths=chunk.deaths + (len(chunk.indices) == 1))
             yield from self._retry(chunk, error, split=True)
-        except errors.RayError as error:  # the work or an item did not reach the worker in one piece
+        except errors.RayError as error:  # the work did not reach the worker in one piece
             yield from self._retry(chunk, error, split=True, final=bug(error))
         else:
             for index, answer in zip(chunk.indices, answers, strict=True):
@@ -261,5 +293,5 @@ class _Run:
         self.in_flight.clear()
 
 
-def _run_chunk(work: Callable[[Item], Value], items: Sequence[Item]) -> list[bytes | Failure]:
-    return [attempt(work, item) for item in items]
+def _run_chunk(work: Callable[[Any], Value], items: Sequence[bytes]) -> list[bytes | Failure]:
+    return [attempt(lambda data: work(pickle.loads(data)), item) for item in items]  # noqa: S301 - from our driver

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tasks import fanout
 from tasks.executor import InlineExecutor
 from tasks.fanout import RayExecutor, ray_session
-from tests.fakes.ray_work import Order, UnpicklableOrder, double, obey
+from tests.fakes.ray_work import Order, UnpicklableOrder, add_one_in_place, double, obey
 
 ISOLATING = [
     pytest.param("pool", marks=pytest.mark.servers),
@@ -57,6 +58,11 @@ def test_every_item_has_its_value(executor):
 
 def test_nothing_to_do_has_no_outcomes(executor):
     assert list(executor([], double)) == []
+
+
+def test_items_arrive_as_they_are_and_may_be_changed(executor):
+    items = [np.full(20_000, float(number)) for number in range(3)]
+    assert [outcome.result for outcome in outcomes(executor, items, add_one_in_place)] == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(

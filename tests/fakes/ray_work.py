@@ -41,6 +41,11 @@ def double(number: int) -> int:
     return 2 * number
 
 
+def add_one_in_place(array) -> float:
+    array += 1
+    return float(array.max())
+
+
 def obey(order: Order):
     return _ACTIONS[order.action](order)
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ import pytest
 
 from tasks import fanout
 from tasks.fanout import fan_out, ray_session
+from tests.fakes.ray_processes import AGENTS, descendants, survivors
 from tests.fakes.ray_work import double
 
 pytestmark = pytest.mark.servers
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.servers
 SCRIPT = """
 import sys
 from tasks.fanout import fan_out
+from tests.fakes.ray_processes import AGENTS, descendants, survivors
 from tests.fakes.ray_work import Order, obey
 actions = sys.argv[1:]
 for outcome in fan_out([Order(i, action) for i, action in enumerate(actions)], obey, workers=2, max_in_flight=8):
@@ -63,34 +64,15 @@ def script(tmp_path, bare_environment):
     subprocess.run(["rm", "-rf", str(temporary)], check=True)
 
 
-def ray_processes(folder):
-    """Command lines of processes that name a folder: Ray's daemons name theirs."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            line = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
-        if str(folder) in line:
-            found.append(line)
-    return found
-
-
-def gone_within(folder, limit_s):
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        if not ray_processes(folder):
-            return True
-        time.sleep(0.2)
-    return False
-
-
 def test_a_run_prints_nothing_of_its_own_and_leaves_nothing(script, bare_environment):
     process = script("double", "double", "double")
+    first = process.stdout.readline()
+    started = descendants(process.pid)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
-    assert sorted(out.splitlines()) == ["0 0", "1 2", "2 4"]
-    assert gone_within(script.folder, 10)
+    assert sorted([first.strip(), *out.splitlines()]) == ["0 0", "1 2", "2 4"]
+    assert started
+    assert survivors(started, within_s=10) == []
     assert list(script.folder.iterdir()) == []
     assert list(Path(bare_environment["HOME"]).iterdir()) == []
 
@@ -99,17 +81,19 @@ def test_a_run_prints_nothing_of_its_own_and_leaves_nothing(script, bare_environ
 def test_ending_the_caller_ends_ray(script, how):
     process = script("double", "sleep-long")
     assert process.stdout.readline() == "0 0\n"
+    started = descendants(process.pid)
+    assert {"raylet", "gcs_server"} <= {child.name() for child in started}
     listening = [
         connection.laddr.ip
-        for child in psutil.Process(process.pid).children(recursive=True)
+        for child in started
         for connection in child.net_connections(kind="tcp")
         if connection.status == psutil.CONN_LISTEN
     ]
-    assert ray_processes(script.folder)
     assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     process.send_signal(how)
     assert process.wait(timeout=60) != 0
-    assert gone_within(script.folder, 30), ray_processes(script.folder)
+    allowed = AGENTS if how == signal.SIGKILL else set()
+    assert set(survivors(started, within_s=5)) <= allowed
 
 
 def test_a_cluster_without_any_cpu_is_given_up_and_items_are_recorded(monkeypatch):

@@ -1,0 +1,248 @@
+"""Building a library in this process: what is committed, reused, retried and recorded."""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import count
+
+import numpy as np
+import pytest
+
+from artifacts.library import open_library
+from artifacts.shards import ShardStatus
+from artifacts.store import open_store
+from coral_core.clock import ManualClock
+from coral_core.config.resolve import resolve_scenario
+from coral_core.config.scenario import load_scenario
+from coral_core.domain.workload import Phase
+from coral_core.errors import InputError, NoSolutionError, StoreError
+from tasks import library
+from tasks.executor import Failure, InlineExecutor, Outcome
+from tasks.library import (
+    Build,
+    build_library,
+    build_spec_from_scenario,
+    failure_rows,
+    manifest_rows,
+    plan_shards,
+)
+from tasks.solve_shard import shard_combinations, solve_shard
+from tests.fakes.ray_build import CONFIGS, small_spec
+
+NAMES = count()
+
+
+@pytest.fixture
+def store():
+    return open_store(f"memory://library-{next(NAMES)}")
+
+
+class Fake:
+    """An executor that answers failures for some shards and does the others' work."""
+
+    def __init__(self, failures):
+        self.failures = failures
+        self.calls = []
+
+    def __call__(self, items, work):
+        self.calls.append(len(items))
+        for index, item in enumerate(items):
+            failure = self.failures(item, len(self.calls))
+            value = None if failure else work(item)
+            yield Outcome(index=index, value=value, failure=failure)
+
+    def session(self):
+        return nullcontext()
+
+
+NONE_FAILS = Fake(lambda item, call: None)
+
+
+def best_by_combination(snapshot):
+    rows = snapshot.read().to_pylist()
+    return {
+        (row["model"], row["phase"], tuple(row["node_configs"]), tuple(row["node_counts"])): row[
+            "throughput_tokens_per_s"
+        ]
+        for row in rows
+    }
+
+
+def test_a_build_is_committed_and_holds_every_feasible_combination_once(store):
+    start = datetime(2026, 1, 2, tzinfo=UTC)
+    manifest = build_library(small_spec(), store, InlineExecutor(), clock=ManualClock(start=start))
+    assert (manifest.version, manifest.shards_expected, manifest.shards_failed) == (1, 4, 0)
+    assert manifest.created_at == start
+    assert open_library(store, "lib").manifest == manifest
+    by_combination = best_by_combination(open_library(store, "lib"))
+    assert len(by_combination) == manifest.rows > 0
+    tried = sum(len(shard_combinations(shard)) for shard in plan_shards(small_spec()))
+    infeasible = sum(record.statistics["infeasible"] for record in manifest.present)
+    assert manifest.rows == tried - infeasible
+
+
+def test_a_second_build_solves_nothing_and_commits_the_same_data(store):
+    first = build_library(small_spec(), store, InlineExecutor())
+    executor = Fake(lambda item, call: pytest.fail("solved again"))
+    seen = []
+    second = build_library(small_spec(), store, executor, on_progress=seen.append)
+    assert second.version == 2
+    assert second.shards == first.shards
+    assert (seen[0].done, seen[0].reused, seen[0].total, seen[0].done_frac) == (4, 4, 4, 1.0)
+
+
+@pytest.mark.parametrize("change", [{"n_max": 2}, {"rho": 20.0}, {"configs": CONFIGS[:2]}, {"method": "ilp"}])
+def test_what_matters_to_a_shard_changes_its_hash(change):
+    before = {shard.inputs_hash for shard in plan_shards(small_spec())}
+    after = {shard.inputs_hash for shard in plan_shards(small_spec(**change))}
+    assert not before & after
+
+
+@pytest.mark.parametrize("change", [{"library": "other"}, {"ilp_time_limit_s": 1.0}, {"lattice_parts": 2}])
+def test_what_does_not_matter_to_a_shard_leaves_its_hash(change):
+    before = {shard.inputs_hash for shard in plan_shards(small_spec())}
+    assert {shard.inputs_hash for shard in plan_shards(small_spec(**change))} == before
+
+
+def test_any_change_of_the_capacities_changes_the_hash():
+    shard = plan_shards(small_spec())[0]
+    for name in ("throughput", "usable_memory_bytes", "memory_bytes"):
+        array = getattr(shard.table, name).copy()
+        array.flat[0] = np.nextafter(array.flat[0], np.inf)
+        assert replace(shard, table=replace(shard.table, **{name: array})).inputs_hash != shard.inputs_hash
+
+
+def test_parts_share_the_combinations_out(store):
+    whole = build_library(small_spec(), store, InlineExecutor())
+    ids = set(open_library(store, "lib").read(columns=["template_id"])["template_id"].to_pylist())
+    parts = build_library(small_spec(lattice_parts=3), store, InlineExecutor())
+    assert (parts.shards_expected, parts.rows) == (12, whole.rows)
+    assert set(open_library(store, "lib").read(columns=["template_id"])["template_id"].to_pylist()) == ids
+
+
+def test_integer_programs_find_the_same_throughputs(store):
+    build_library(small_spec(), store, InlineExecutor())
+    lattice = best_by_combination(open_library(store, "lib"))
+    manifest = build_library(small_spec(method="ilp", combinations_per_ilp_shard=7), store, InlineExecutor())
+    ilp = best_by_combination(open_library(store, "lib"))
+    assert manifest.shards_expected > 4
+    assert ilp.keys() == lattice.keys()
+    assert ilp == pytest.approx(lattice, rel=1e-6)
+
+
+def test_a_shard_that_fails_once_is_tried_again(store):
+    executor = Fake(lambda item, call: Failure(kind="store", message="away") if call == 1 else None)
+    manifest = build_library(small_spec(), store, executor)
+    assert executor.calls == [4, 4]
+    assert manifest.shards_failed == 0
+
+
+def test_a_shard_that_fails_for_good_is_recorded_and_nothing_is_committed(store):
+    def failures(item, call):
+        return Failure(kind="bug", message="it broke") if item.table.model == "large" else None
+
+    with pytest.raises(NoSolutionError, match=r"2 of 4 shards failed, .*it broke"):
+        build_library(small_spec(), store, Fake(failures))
+    with pytest.raises(InputError, match="no such library"):
+        open_library(store, "lib")
+
+    manifest = build_library(small_spec(), store, Fake(failures), allow_partial=True)
+    assert (manifest.shards_present, manifest.shards_failed) == (2, 2)
+    assert [record.attempts for record in manifest.failed] == [2, 2]
+    assert {row["error"] for row in failure_rows(manifest.shards)} == {"it broke"}
+    assert {row["failed"] for row in manifest_rows(manifest) if row["model"] == "large"} == {1}
+
+    healed = build_library(small_spec(), store, NONE_FAILS)
+    assert (healed.version, healed.shards_failed) == (2, 0)
+
+
+def test_a_quarantined_shard_is_not_tried_again(store):
+    executor = Fake(lambda item, call: Failure(kind="worker_died", message="gone") if item.part == 1 else None)
+    with pytest.raises(NoSolutionError, match="gone"):
+        build_library(small_spec(lattice_parts=2), store, executor)
+    assert executor.calls == [8]
+
+
+def test_a_damaged_data_file_is_reported_and_the_others_are_reused(store):
+    manifest = build_library(small_spec(), store, InlineExecutor())
+    damaged = manifest.shards[1]
+    store.put(damaged.key, b"PAR1 no more")
+    seen = []
+    with pytest.raises(NoSolutionError, match=r"1 of 4 shards failed, .*delete the object"):
+        build_library(small_spec(), store, InlineExecutor(), on_progress=seen.append)
+    assert seen[0].reused == 3
+
+
+def test_a_store_that_workers_do_not_share_is_noticed(store):
+    elsewhere = open_store(f"memory://elsewhere-{next(NAMES)}")
+
+    class Elsewhere(Fake):
+        def __call__(self, items, work):
+            yield from super().__call__(items, lambda item: solve_shard(item, elsewhere.url))
+
+    with pytest.raises(NoSolutionError, match="workers need a shared store"):
+        build_library(small_spec(), store, Elsewhere(lambda item, call: None))
+
+
+def test_a_store_that_is_away_is_said_and_not_taken_for_damage(store, monkeypatch):
+    def away(*arguments):
+        raise StoreError("the store cannot be reached", where="s3://bucket")
+
+    monkeypatch.setattr(library, "find_shard", away)
+    monkeypatch.setattr(type(store), "exists", away)
+    with pytest.raises(StoreError, match="cannot be reached"):
+        build_library(small_spec(), store, InlineExecutor())
+
+
+def test_groups_cover_the_missing_shards(store, monkeypatch):
+    monkeypatch.setattr(library, "SHARDS_PER_GROUP", 3)
+    build = Build(small_spec(lattice_parts=2), store)
+    assert [len(group) for group in build.groups] == [3, 3, 2]
+    for group in build.groups:
+        build.run(InlineExecutor(), group)
+    assert build.missing == []
+    assert [record.status for record in build.records] == [ShardStatus.PRESENT] * 8
+
+
+def test_shards_survive_pickling_with_their_hash():
+    for shard in plan_shards(small_spec()):
+        assert pickle.loads(pickle.dumps(shard)).key == shard.key
+
+
+def test_solving_a_shard_twice_stores_it_once(store):
+    shard = plan_shards(small_spec())[0]
+    assert solve_shard(shard, store.url) == solve_shard(shard, store.url)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_max": 0}, "n_max: 0 is below 1"),
+        ({"rho": float("nan")}, "rho: nan is not a positive number"),
+        ({"ilp_time_limit_s": 0.0}, "ilp_time_limit_s: 0.0 is not"),
+        ({"method": "guess"}, "method: there is no method 'guess'"),
+        ({"configs": ()}, "configs: there is nothing"),
+        ({"models": ()}, "models: there is nothing"),
+        ({"models": small_spec().models * 2}, r"models: small \(bf16\) is given 2 times"),
+        ({"lattice_parts": 0}, "lattice_parts: 0"),
+        ({"combinations_per_ilp_shard": 0}, "combinations_per_ilp_shard: 0"),
+    ],
+)
+def test_a_build_of_nothing_is_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        small_spec(**change)
+
+
+def test_a_scenario_becomes_a_build():
+    resolved = resolve_scenario(load_scenario("tiny"))
+    spec = build_spec_from_scenario(resolved)
+    scenario = resolved.scenario
+    assert spec.library == "tiny"
+    assert (spec.n_max, spec.rho, spec.method) == (scenario.library.n_max, scenario.library.rho, "lattice")
+    assert [config.name for config in spec.configs] == list(scenario.configs)
+    assert {model.shape.name for model in spec.models} == {model.model for model in scenario.models}
+    assert all(model.phases == (Phase.PREFILL, Phase.DECODE) for model in spec.models)
+    assert build_spec_from_scenario(resolved, method="ilp").method == "ilp"
