@@ -246,6 +246,9 @@ def _max_splits(runs: Counts) -> int:
 
 def _check_size(counts: Counts, layers: int, max_bytes: int) -> None:
     """Refuse what cannot fit memory or a few minutes before anything is listed, judged by the worst combination."""
+    largest = int(counts.sum(axis=1).max(initial=0))
+    if max(2.0**largest * 8, 3.0**largest * largest**2) * layers < min(max_bytes, MAX_STEPS):
+        return  # even if all nodes of the largest combination differ
     nodes = counts.astype(np.float64)
     rows = float((nodes + 1).prod(axis=1).max(initial=1.0))
     if rows * layers * 8 > max_bytes:

@@ -16,6 +16,8 @@ from coral_core.errors import SolverError
 TOLERANCE_FRAC: Final = 1e-9
 """Relative difference allowed between a stated throughput and the slowest stage's."""
 
+_BLOCK_ROWS: Final = 2**16  # bounds the memory of a bulk check
+
 
 class PlacementMismatchError(SolverError):
     """A placement is not what its method claims: a bug in the method or its tables, never the user's input."""
@@ -44,32 +46,35 @@ def verify_placement(problem: PlacementProblem, placement: Placement, throughput
 
 def verify_placed(table: CapacityTable, placed: PlacedCombinations) -> None:
     """The same guarantee for every row of a bulk answer; raises PlacementMismatchError naming the first wrong row."""
-    n, s_max = placed.stage_layers.shape
-    stage = np.arange(s_max)
-    used = stage < placed.n_stages[:, np.newaxis]
-    layers = placed.stage_layers.astype(np.int64)
-    nodes = placed.stage_counts.astype(np.int64)
-    _require((placed.n_stages >= 1) & (placed.n_stages <= s_max), "its number of stages is out of range")
-    _require((nodes >= 0).all(axis=(1, 2)), "a stage has a negative number of nodes")
-    _require((nodes.sum(axis=1) == placed.counts).all(axis=1), "its stages do not hold each node exactly once")
-    _require(layers.sum(axis=1) == table.layers, f"its stages do not hold {table.layers} layers")
-    _require(((layers >= 1) == used).all(axis=1), "a stage has no layer")
-    _require(((nodes.sum(axis=2) >= 1) == used).all(axis=1), "a stage has no node")
+    for first in range(0, len(placed), _BLOCK_ROWS):
+        _verify_rows(table, placed, slice(first, first + _BLOCK_ROWS))
+
+
+def _verify_rows(table: CapacityTable, placed: PlacedCombinations, rows: slice) -> None:
+    n_stages, throughput = placed.n_stages[rows].astype(np.int64), placed.throughput[rows]
+    layers, nodes = placed.stage_layers[rows].astype(np.int64), placed.stage_counts[rows].astype(np.int64)
+    n, s_max = layers.shape
+    used = np.arange(s_max) < n_stages[:, np.newaxis]
+
+    def require(holds: NDArray[np.bool_] | np.bool_, what: str) -> None:
+        if not holds.all():
+            raise _mismatch(what, where=f"row {rows.start + int(np.argmin(holds))}")
+
+    require((n_stages >= 1) & (n_stages <= s_max), "its number of stages is out of range")
+    require((nodes >= 0).all(axis=(1, 2)), "a stage has a negative number of nodes")
+    require((nodes.sum(axis=1) == placed.counts[rows]).all(axis=1), "its stages do not hold each node exactly once")
+    require(layers.sum(axis=1) == table.layers, f"its stages do not hold {table.layers} layers")
+    require(((layers >= 1) == used).all(axis=1), "a stage has no layer")
+    require(((nodes.sum(axis=2) >= 1) == used).all(axis=1), "a stage has no node")
     slowest = np.full(n, np.inf)
     for s in range(s_max):
-        rows = np.flatnonzero(used[:, s])
-        at_stage = table.throughput[placed.n_stages[rows] - 1, :, layers[rows, s] - 1]
-        slowest[rows] = np.minimum(slowest[rows], (nodes[rows, s] * at_stage).sum(axis=1))
-    _require(slowest > 0, "a stage has no throughput")
-    _require(
-        np.abs(slowest - placed.throughput) <= TOLERANCE_FRAC * slowest,
-        "its stated throughput is not its slowest stage's",
+        with_stage = np.flatnonzero(used[:, s])
+        at_stage = table.throughput[n_stages[with_stage] - 1, :, layers[with_stage, s] - 1]
+        slowest[with_stage] = np.minimum(slowest[with_stage], (nodes[with_stage, s] * at_stage).sum(axis=1))
+    require(slowest > 0, "a stage has no throughput")
+    require(
+        np.abs(slowest - throughput) <= TOLERANCE_FRAC * slowest, "its stated throughput is not its slowest stage's"
     )
-
-
-def _require(holds: NDArray[np.bool_] | np.bool_, what: str) -> None:
-    if not holds.all():
-        raise _mismatch(what, where=f"row {int(np.argmin(holds))}")
 
 
 def _mismatch(what: str, *, where: str = "placement") -> PlacementMismatchError:

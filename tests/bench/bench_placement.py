@@ -25,7 +25,7 @@ from coral_core.perf import CapacityAssumptions, capacity_table
 from coral_core.placement.combinations import enumerate_combinations
 from coral_core.placement.ilp import IlpPlacement
 from coral_core.placement.lattice import LatticePlacement
-from coral_core.placement.problem import placement_at, problem_at
+from coral_core.placement.problem import problem_at
 from coral_core.placement.verify import verify_placed, verify_placement
 
 SAME_FRAC = 1e-6
@@ -140,9 +140,7 @@ def main(arguments: list[str]) -> int:
                     **sampled,
                     "speedup_ratio_at_least": ilp_each_s / (core_s / len(counts)) if ilp_each_s else None,
                 },
-                "deepest": str(placement_at(placed, table.configs, int(np.argmax(placed.n_stages))))
-                if len(placed)
-                else "",
+                "by_stages": np.bincount(placed.n_stages).tolist(),
             }
         )
         print(json.dumps(parts[-1]), file=sys.stderr)  # noqa: T201 - progress of a script

@@ -6,7 +6,7 @@ import pytest
 
 from coral_core.errors import InputError
 from coral_core.placement import combinations
-from coral_core.placement.combinations import enumerate_combinations
+from coral_core.placement.combinations import enumerate_combinations, split_combinations
 
 GB = 1e9
 GPU_GB = {"L4": 24, "A10G": 24, "L40S": 48, "A100": 80, "H100": 80}
@@ -99,3 +99,31 @@ def test_too_many_are_refused_before_memory_runs_out(monkeypatch):
     monkeypatch.setattr(combinations, "MAX_COMBINATIONS", 100)
     with pytest.raises(InputError, match="lower n_max"):
         everything(20, 6)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7, 1000])
+def test_a_split_holds_each_row_once_and_no_part_is_empty(parts):
+    counts = everything(5, 3)
+    split = split_combinations(counts, parts)
+    assert len(split) == min(parts, len(counts))
+    assert all(len(part) for part in split)
+    assert max(map(len, split)) - min(map(len, split)) <= 1
+    assert sorted(map(tuple, np.concatenate(split).tolist())) == sorted(map(tuple, counts.tolist()))
+    assert split_combinations(counts[:0], parts) == []
+
+
+def test_split_parts_share_less_than_parts_dealt_in_turn():
+    from coral_core.placement.lattice import LatticePlacement
+
+    counts = everything(8, 4)
+    table = np.ones((4, 8, 2))
+
+    def sub_multisets(parts):
+        return sum(LatticePlacement()._place(table, part).statistics["sub_multisets"] for part in parts)
+
+    assert sub_multisets(split_combinations(counts, 6)) < 0.7 * sub_multisets([counts[i::6] for i in range(6)])
+
+
+def test_a_split_into_no_parts_is_refused():
+    with pytest.raises(InputError, match="at least one part"):
+        split_combinations(everything(2, 2), 0)

@@ -8,6 +8,7 @@ from coral_core.domain.placement import PlacementProblem
 from coral_core.domain.templates import CapacitySource, Placement, Stage
 from coral_core.domain.workload import Phase, Slo
 from coral_core.errors import SolverError
+from coral_core.placement import verify
 from coral_core.placement.lattice import LatticePlacement
 from coral_core.placement.verify import PlacementMismatchError, verify_placed, verify_placement
 
@@ -98,7 +99,9 @@ def broken(placed, field, at, value):
     return replace(placed, **{field: array})
 
 
-def test_bulk_verification_finds_every_kind_of_mismatch(small_table, placed):
+@pytest.mark.parametrize("block_rows", [1, 2**16])
+def test_bulk_verification_finds_every_kind_of_mismatch(monkeypatch, small_table, placed, block_rows):
+    monkeypatch.setattr(verify, "_BLOCK_ROWS", block_rows)
     row = int(np.flatnonzero(placed.n_stages >= 2)[0])
     config = int(np.flatnonzero(placed.stage_counts[row, 0])[0])
     counts = placed.stage_counts[row, 0, config]
