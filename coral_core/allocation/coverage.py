@@ -93,9 +93,7 @@ def _pairs(problem: AllocationProblem, active: Bools) -> tuple[tuple[int, int], 
 
 
 def fraction(throughput: Floats, amount: float, *, capped: bool = True) -> Floats:
-    """T / D; `capped` at 1, which is lossless for whole instances: one never needs to cover a row twice."""
-    if amount == 0:
-        return np.zeros_like(throughput)
+    """T / D, D > 0; `capped` at 1, which is lossless for whole instances: one never needs to cover a row twice."""
     with np.errstate(over="ignore"):
         frac = throughput / amount
     return np.minimum(frac, 1.0) if capped else frac

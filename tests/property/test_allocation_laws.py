@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coral_core.allocation import skyline
 from coral_core.allocation.baselines.homo import homo
 from coral_core.allocation.baselines.homo_joint import homo_joint
 from coral_core.allocation.coverage import coverage_of
@@ -213,12 +214,19 @@ def standing(problem, result):
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 2**32 - 1), n=st.integers(0, 60), c=st.integers(1, 5), kernel=st.booleans())
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n=st.integers(0, 60),
+    c=st.integers(1, 5),
+    kernel=st.sampled_from(["numpy", "compiled", "python"]),
+)
 def test_dominance_is_what_its_definition_says(seed, n, c, kernel):
     rng = np.random.default_rng(seed)
     nodes, throughput = rng.integers(0, 3, (n, c)), rng.integers(1, 8, n).astype(float)
     with pytest.MonkeyPatch.context() as patch:
-        if kernel:
+        if kernel == "python":
+            patch.setattr(skyline, "_scan", skyline._scan.py_func)
+        if kernel != "numpy":
             patch.setattr("coral_core.allocation.reduce._PAIRWISE_MAX", -1)
         flags = dominated(throughput, nodes)
     kept = [i for i in range(n) if not flags[i]]

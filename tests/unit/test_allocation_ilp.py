@@ -141,10 +141,12 @@ def test_best_so_far_with_its_proven_bound():
 
 
 def test_the_time_limit_is_kept():
-    given = random_problem(n=3000, held=12, time_limit_s=1.0, gap_frac=0.0, solver="highs")
-    result = solve_allocation(replace(given, demand=(replace(given.demand[0], tokens_per_s=900.0),)))
-    assert result.statistics["solve_s"] < 3.0
-    assert 0 <= result.bound_usd_per_h <= result.objective_usd_per_h
+    # hard: not proven in many times the limit
+    given = random_problem(n=3000, held=8, time_limit_s=0.7, gap_frac=0.0, solver="highs")
+    result = solve_allocation(replace(given, demand=(replace(given.demand[0], tokens_per_s=300.0),)))
+    assert result.statistics["solve_s"] < 2.5
+    assert 0 < result.bound_usd_per_h <= result.objective_usd_per_h
+    assert (result.status is AllocationStatus.OPTIMAL) == (result.gap_frac == 0)
 
 
 def test_no_capacity_bound_means_solved_apart():
