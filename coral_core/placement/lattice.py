@@ -65,10 +65,10 @@ class LatticePlacement:
         Statistics besides the port's: `sub_multisets` and `table_bytes` (of the largest S).
         Raises InputError for a malformed table or combination, or where the tables would not fit memory.
         """
-        counts = np.ascontiguousarray(counts, dtype=np.int16)
         check_counts(counts, table)
         check_capacity(table.throughput, table.configs)
-        return self._place(np.ascontiguousarray(table.throughput, dtype=np.float64), counts)
+        capacity = np.ascontiguousarray(table.throughput, dtype=np.float64)
+        return self._place(capacity, np.ascontiguousarray(counts, dtype=np.int16))
 
     def _place(self, capacity: Capacity, counts: Counts) -> PlacedCombinations:
         from coral_core.placement import lattice_kernel as kernel  # noqa: PLC0415 - numba takes a second to import

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,6 +11,9 @@ from coral_core.domain.capacity import CapacityTable
 from coral_core.domain.placement import PlacedCombinations, PlacementProblem
 from coral_core.domain.templates import Placement, Stage
 from coral_core.errors import InputError
+
+MAX_SIZE: Final = 10_000
+"""Most layers, and most nodes of one combination; counts are 16-bit integers."""
 
 Capacity = NDArray[np.float64]
 """T^ of (S, C, L): entry [S-1, c, j-1] is one node of type c holding j layers in a pipeline of S stages."""
@@ -57,10 +62,10 @@ def problem_arrays(problem: PlacementProblem) -> tuple[tuple[str, ...], NDArray[
 
     S_max = min(nodes, layers): a stage needs a layer. Raises InputError for anything the problem's contract forbids.
     """
-    if problem.layers < 1:
-        raise InputError(f"at least 1 layer is due, not {problem.layers}", where="layers")
-    if not problem.nodes:
-        raise InputError("at least one node is due", where="nodes")
+    if not 1 <= problem.layers <= MAX_SIZE:
+        raise InputError(f"1 to {MAX_SIZE} layers are due, not {problem.layers}", where="layers")
+    if not 1 <= len(problem.nodes) <= MAX_SIZE:
+        raise InputError(f"1 to {MAX_SIZE} nodes are due, not {len(problem.nodes)}", where="nodes")
     types = tuple(sorted(set(problem.nodes)))
     counts = np.array([problem.nodes.count(name) for name in types], dtype=np.int16)
     n_stages = min(len(problem.nodes), problem.layers)
@@ -100,6 +105,8 @@ def check_counts(counts: NDArray[np.int16], table: CapacityTable) -> None:
     if (counts < 0).any():
         raise InputError(f"row {int(np.nonzero(counts < 0)[0][0])} has a negative count", where="counts")
     sizes = counts.sum(axis=1)
+    if (sizes > MAX_SIZE).any() or table.layers > MAX_SIZE:
+        raise InputError(f"more than {MAX_SIZE} nodes or layers", where="counts")
     if (sizes == 0).any():
         raise InputError(f"row {int(np.argmin(sizes))} has no node", where="counts")
     due = min(int(sizes.max(initial=0)), table.layers)

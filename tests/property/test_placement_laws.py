@@ -243,6 +243,7 @@ class TestBadInput:
             ([[1, 0], [-1, 2]], "row 1 has a negative count"),
             ([[1, 0, 0]], "shape"),
             ([[2, 1]], "covers 2 stages, 3 are due"),
+            ([[30_000, 1]], "more than 10000 nodes"),
         ],
     )
     def test_counts(self, method, counts, what):
@@ -272,8 +273,10 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("changes", "what"),
         [
-            ({"layers": 0}, "at least 1 layer"),
-            ({"nodes": ()}, "at least one node"),
+            ({"layers": 0}, "1 to 10000 layers are due, not 0"),
+            ({"layers": 40_000}, "1 to 10000 layers are due, not 40000"),
+            ({"nodes": ()}, "1 to 10000 nodes are due, not 0"),
+            ({"nodes": ("c0",) * 40_000}, "1 to 10000 nodes are due, not 40000"),
             ({"nodes": ("c0", "zz")}, "no capacity of node 'zz'"),
             ({"layers": 5}, "4 capacities instead of 5"),
             ({"capacity_tokens_per_s": {}}, "no capacity of node 'c0' at 1 stages"),

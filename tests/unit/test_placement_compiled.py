@@ -77,6 +77,19 @@ def test_without_any_writable_folder_the_process_compiles_for_itself(tiny, repos
     assert caches(tiny) == []
 
 
+def test_without_a_cache_the_function_is_compiled_all_the_same(monkeypatch):
+    from coral_core.placement import compiled as module
+
+    def uncached(signature, *, cache=False, **options):
+        if cache:
+            raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
+        return lambda function: (signature, options, function)
+
+    monkeypatch.setattr(module.numba, "njit", uncached)
+    signature, options, function = module.compiled("i8(i8)")(abs)
+    assert (signature, options["nogil"], function) == ("i8(i8)", True, abs)
+
+
 def test_other_compilation_errors_are_not_hidden(monkeypatch):
     from coral_core.placement import compiled as module
 
