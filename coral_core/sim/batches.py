@@ -1,0 +1,178 @@
+"""What a node computes next: continuous batching with chunked prefill, by the rules of vLLM's scheduler.
+
+At an entry node (first stage) of an instance, within a budget of tokens per iteration: running requests first, one
+token for each that decodes and then chunks of prompts under way; then new requests, first come first served, while
+there is room for their KV and none had to be preempted. So that several micro-batches are in flight in a pipeline, a
+batch takes at most a share 1/micro_batches of the decoding requests bound to the node.
+Nodes of later stages take what reached them in the same order of kinds, chunks undivided.
+"""
+
+from __future__ import annotations
+
+from coral_core.sim.blocks import attended_pairs, blocks_for, has_room, kept_tokens, make_room, take
+from coral_core.sim.columns import (
+    F_KEPT,
+    F_PAIRS,
+    I_MAX_SEQS,
+    I_MAX_TOKENS,
+    I_MICRO_BATCHES,
+    MOVING,
+    N_BATCH_DECODES,
+    N_BATCH_HEAD,
+    N_BATCH_ROWS,
+    N_BATCH_TAIL,
+    N_BATCH_TOKENS,
+    N_DECODE_HEAD,
+    N_DECODE_TAIL,
+    N_INSTANCE,
+    N_LIVE,
+    N_PREFILL_HEAD,
+    N_PREFILL_TAIL,
+    N_RUNNING,
+    PREFILLING,
+    Q_SCHEDULED,
+    R_COMPUTED,
+    R_MODEL,
+    R_SOURCE_BLOCKS,
+    R_STATE,
+    R_TARGET,
+    R_VERSION,
+    T_DECODE,
+    T_EMITS,
+    T_NEXT,
+    T_REQUEST,
+    T_START,
+    T_TOKENS,
+    T_VERSION,
+    WAITING,
+    Z_RESERVE_FULL,
+)
+from coral_core.sim.network import send_kv
+from coral_core.sim.queues import (
+    append_item,
+    decode_list,
+    free_item,
+    new_item,
+    prefill_list,
+    start_running,
+    unlink,
+    waiting_list,
+)
+from coral_core.sim.waiting import stop_waiting
+from coral_core.sim.world import World
+
+
+def form_entry_batch(w: World, n: int) -> None:
+    """Fill the batch of an idle entry node; it stays empty where nothing can run."""
+    i = w.node[n, N_INSTANCE]
+    _clear_batch(w, n)
+    budget = w.inst[i, I_MAX_TOKENS]
+    preempted = 0
+    most = _share(w.node[n, N_LIVE], w.inst[i, I_MICRO_BATCHES])
+    r = w.lists[decode_list(w, n), 0]
+    while r >= 0 and w.node[n, N_BATCH_DECODES] < most and w.node[n, N_BATCH_TOKENS] < budget:
+        preempted += make_room(w, r, w.req[r, R_COMPUTED] + 1)
+        if w.req[r, R_STATE] == WAITING:
+            break
+        _schedule(w, n, r, 1, 1)
+        r = w.lists[decode_list(w, n), 0]
+    r = w.lists[prefill_list(w, n), 0]
+    while r >= 0 and w.node[n, N_BATCH_TOKENS] < budget:
+        chunk = min(w.req[r, R_TARGET] - w.req[r, R_COMPUTED], budget - w.node[n, N_BATCH_TOKENS])
+        preempted += make_room(w, r, w.req[r, R_COMPUTED] + chunk)
+        if w.req[r, R_STATE] == WAITING:
+            break
+        _schedule(w, n, r, chunk, 0)
+        r = w.lists[prefill_list(w, n), 0]
+    if preempted == 0:
+        _admit(w, n, budget)
+
+
+def _admit(w: World, n: int, budget: int) -> None:
+    """Let waiting requests run, in order, until one does not fit. KV computed elsewhere is sent for, not computed."""
+    i = w.node[n, N_INSTANCE]
+    r = w.lists[waiting_list(w, n), 0]
+    while r >= 0 and w.node[n, N_BATCH_TOKENS] < budget and w.node[n, N_RUNNING] < w.inst[i, I_MAX_SEQS]:
+        m, target = w.req[r, R_MODEL], w.req[r, R_TARGET]
+        moves = w.req[r, R_SOURCE_BLOCKS] > 0
+        chunk = target if moves else min(target, budget - w.node[n, N_BATCH_TOKENS])
+        blocks = blocks_for(w, m, chunk)
+        if not has_room(w, r, blocks_for(w, m, target) if w.fixed[Z_RESERVE_FULL] else blocks):
+            break
+        unlink(w, r)
+        take(w, r, blocks)
+        start_running(w, i, r)
+        w.node[n, N_RUNNING] += 1
+        if moves:
+            w.req[r, R_STATE] = MOVING
+            send_kv(w, r)
+        else:
+            w.req[r, R_STATE] = PREFILLING
+            stop_waiting(w, r)
+            w.reqf[r, Q_SCHEDULED] = w.now[0] if w.reqf[r, Q_SCHEDULED] < 0 else w.reqf[r, Q_SCHEDULED]
+            _schedule(w, n, r, chunk, 0)
+        r = w.lists[waiting_list(w, n), 0]
+
+
+def _schedule(w: World, n: int, r: int, tokens: int, decode: int) -> None:
+    """Put the request's next tokens into the batch of its entry node."""
+    unlink(w, r)
+    emits = 1 if decode == 1 or w.req[r, R_COMPUTED] + tokens == w.req[r, R_TARGET] else 0
+    _add(w, n, new_item(w, r, tokens, decode, emits))
+    w.req[r, R_COMPUTED] += tokens
+
+
+def form_inner_batch(w: World, n: int) -> None:
+    """Fill the batch of an idle node of a later stage from what reached it; drops what is void by now."""
+    i = w.node[n, N_INSTANCE]
+    _clear_batch(w, n)
+    most = _share(w.node[n, N_LIVE], w.inst[i, I_MICRO_BATCHES])
+    while w.node[n, N_DECODE_HEAD] >= 0 and w.node[n, N_BATCH_DECODES] < most:
+        _take_or_drop(w, n, N_DECODE_HEAD, N_DECODE_TAIL)
+    budget = w.inst[i, I_MAX_TOKENS]
+    decodes = w.node[n, N_BATCH_TOKENS]
+    while w.node[n, N_PREFILL_HEAD] >= 0:
+        tokens = w.item[w.node[n, N_PREFILL_HEAD], T_TOKENS]
+        # The first chunk always goes: it was cut to fit the entry node's budget, and decodes never cease here.
+        if w.node[n, N_BATCH_TOKENS] > decodes and w.node[n, N_BATCH_TOKENS] + tokens > budget:
+            break
+        _take_or_drop(w, n, N_PREFILL_HEAD, N_PREFILL_TAIL)
+
+
+def _take_or_drop(w: World, n: int, head: int, tail: int) -> None:
+    item = w.node[n, head]
+    w.node[n, head] = w.item[item, T_NEXT]
+    if w.node[n, head] < 0:
+        w.node[n, tail] = -1
+    if w.item[item, T_VERSION] == w.req[w.item[item, T_REQUEST], R_VERSION]:
+        _add(w, n, item)
+    else:
+        free_item(w, item)
+
+
+def _share(live: int, micro_batches: int) -> int:
+    return max((live + micro_batches - 1) // micro_batches, 1)
+
+
+def _clear_batch(w: World, n: int) -> None:
+    w.node[n, N_BATCH_HEAD] = -1
+    w.node[n, N_BATCH_TAIL] = -1
+    w.node[n, N_BATCH_TOKENS] = 0
+    w.node[n, N_BATCH_DECODES] = 0
+    w.node[n, N_BATCH_ROWS] = 0
+    w.nodef[n, F_KEPT] = 0.0
+    w.nodef[n, F_PAIRS] = 0.0
+
+
+def _add(w: World, n: int, item: int) -> None:
+    """Append an item to the node's batch and to what its time depends on."""
+    append_item(w, n, N_BATCH_HEAD, N_BATCH_TAIL, item)
+    m = w.req[w.item[item, T_REQUEST], R_MODEL]
+    start, tokens = w.item[item, T_START], w.item[item, T_TOKENS]
+    w.node[n, N_BATCH_TOKENS] += tokens
+    w.node[n, N_BATCH_ROWS] += w.item[item, T_EMITS]
+    if w.item[item, T_DECODE] == 1:
+        w.node[n, N_BATCH_DECODES] += 1
+        w.nodef[n, F_KEPT] += kept_tokens(w, m, start + 1)
+    else:
+        w.nodef[n, F_PAIRS] += attended_pairs(w, m, start + tokens) - attended_pairs(w, m, start)

@@ -1,0 +1,219 @@
+"""A request's way: arrival, admission, routing, tokens, hand-over from prefill to decode, end, and loss."""
+
+from __future__ import annotations
+
+from coral_core.routing.admission import admits, may_retry
+from coral_core.routing.round_robin import pick_weighted
+from coral_core.sim.blocks import blocks_for, detach, give_back_source, set_decoding, stage_count
+from coral_core.sim.columns import (
+    B_DONE,
+    B_EMITTED,
+    B_FIRST,
+    B_LOST,
+    C_ARRIVED,
+    C_DISCARDED,
+    C_EMITTED,
+    C_EPOCH,
+    D_ARRIVED,
+    D_REJECTED,
+    DONE,
+    E_ARRIVAL,
+    FAILED,
+    G_RATE,
+    I_FIRST_STAGE,
+    I_NEXT_POOL,
+    M_MAX_WAIT,
+    N_BLOCKS,
+    P_END,
+    P_FIRST,
+    P_WAITING,
+    PREFILLING,
+    Q_ARRIVAL,
+    Q_FINISH,
+    Q_FIRST,
+    Q_SCHEDULED,
+    QUEUED,
+    R_BLOCKS,
+    R_COMPUTED,
+    R_ENTRY_INSTANCE,
+    R_GENERATED,
+    R_INPUT,
+    R_INSTANCE,
+    R_LAST_INSTANCE,
+    R_MODEL,
+    R_OUTPUT,
+    R_RETRIES,
+    R_SOURCE,
+    R_SOURCE_BLOCKS,
+    R_STATE,
+    R_TARGET,
+    REJECTED,
+    ROUTE_CREDIT,
+    ROUTE_OPEN,
+    ROUTE_WEIGHT,
+    S_END,
+    S_FIRST,
+    TOO_LONG,
+    WAITING,
+    Z_MAX_RETRIES,
+    Z_MAX_STAGES,
+    Z_REQUESTS,
+)
+from coral_core.sim.instances import occupy, vacate
+from coral_core.sim.queues import append, mark_node, mark_pool, prepend, push, unlink, waiting_list
+from coral_core.sim.waiting import start_waiting, stop_waiting
+from coral_core.sim.world import World
+
+
+def push_next_arrival(w: World) -> None:
+    """Schedule the next request; they come in order of arrival."""
+    r = w.counter[C_ARRIVED]
+    if r < w.fixed[Z_REQUESTS]:
+        push(w, w.reqf[r, Q_ARRIVAL], E_ARRIVAL, r, 0)
+
+
+def arrive(w: World, r: int) -> None:
+    """Admit a request to its model's queue, or reject it."""
+    w.counter[C_ARRIVED] += 1
+    push_next_arrival(w)
+    pool = w.req[r, R_MODEL]
+    w.pool_stat[w.counter[C_EPOCH], pool, D_ARRIVED] += 1
+    if not admits(w.pool[pool, P_WAITING], w.poolf[pool, G_RATE], w.model[pool, M_MAX_WAIT]):
+        _end(w, r, REJECTED)
+        return
+    w.req[r, R_STATE] = QUEUED
+    start_waiting(w, r)
+    append(w, pool, r)
+    mark_pool(w, pool)
+
+
+def dispatch(w: World, pool: int) -> None:
+    """Hand the pool's queue to its instances in turn, while any has room."""
+    first, end = w.pool[pool, P_FIRST], w.pool[pool, P_END]
+    r = w.lists[pool, 0]
+    while r >= 0:
+        chosen = pick_weighted(
+            w.route_inst[ROUTE_CREDIT, first:end],
+            w.route_inst[ROUTE_WEIGHT, first:end],
+            w.route_inst[ROUTE_OPEN, first:end],
+        )
+        if chosen < 0:
+            return
+        unlink(w, r)
+        _assign(w, r, first + chosen)
+        r = w.lists[pool, 0]
+
+
+def _assign(w: World, r: int, i: int) -> None:
+    """Bind a request to an instance and to one node of each of its stages."""
+    last_position = w.req[r, R_INPUT] if w.inst[i, I_NEXT_POOL] >= 0 else w.req[r, R_INPUT] + w.req[r, R_OUTPUT] - 1
+    blocks = blocks_for(w, w.req[r, R_MODEL], last_position)
+    w.req[r, R_INSTANCE] = i
+    fits = True
+    for s in range(stage_count(w, i)):
+        stage = w.inst[i, I_FIRST_STAGE] + s
+        first, end = w.stage[stage, S_FIRST], w.stage[stage, S_END]
+        n = first + pick_weighted(
+            w.route_node[ROUTE_CREDIT, first:end],
+            w.route_node[ROUTE_WEIGHT, first:end],
+            w.route_node[ROUTE_OPEN, first:end],
+        )
+        w.bound[r, s] = n
+        fits = fits and blocks <= w.node[n, N_BLOCKS]
+    occupy(w, i)
+    if not fits:
+        vacate(w, i)
+        _forget_source(w, r)
+        _end(w, r, TOO_LONG)
+        return
+    w.req[r, R_STATE] = WAITING
+    w.req[r, R_LAST_INSTANCE] = i
+    if w.req[r, R_SOURCE_BLOCKS] == 0:
+        w.req[r, R_ENTRY_INSTANCE] = i
+        w.req[r, R_COMPUTED] = 0
+    w.req[r, R_TARGET] = w.req[r, R_INPUT]
+    append(w, waiting_list(w, w.bound[r, 0]), r)
+    mark_node(w, w.bound[r, 0])
+
+
+def emit(w: World, r: int) -> None:
+    """One more token of a request is there: it ends, moves on to decode, or goes on decoding."""
+    i = w.req[r, R_INSTANCE]
+    epoch = w.counter[C_EPOCH]
+    w.req[r, R_GENERATED] += 1
+    w.counter[C_EMITTED] += 1
+    w.inst_stat[epoch, i, B_EMITTED] += 1
+    if w.req[r, R_GENERATED] == 1:
+        w.reqf[r, Q_FIRST] = w.now[0]
+        w.inst_stat[epoch, i, B_FIRST] += 1
+    if w.req[r, R_GENERATED] == w.req[r, R_OUTPUT]:
+        detach(w, r)
+        w.inst_stat[epoch, i, B_DONE] += 1
+        _end(w, r, DONE)
+        vacate(w, i)
+    elif w.inst[i, I_NEXT_POOL] >= 0:
+        _hand_over(w, r)
+    elif w.req[r, R_STATE] == PREFILLING:
+        set_decoding(w, r)
+
+
+def _hand_over(w: World, r: int) -> None:
+    """Queue for a decode instance; the KV stays with the prefill instance until it has been sent."""
+    i = w.req[r, R_INSTANCE]
+    w.req[r, R_SOURCE] = i
+    w.req[r, R_SOURCE_BLOCKS] = w.req[r, R_BLOCKS]
+    w.req[r, R_BLOCKS] = 0
+    for s in range(stage_count(w, i)):
+        w.bound[r, w.fixed[Z_MAX_STAGES] + s] = w.bound[r, s]
+    detach(w, r)
+    w.req[r, R_INSTANCE] = -1
+    w.req[r, R_STATE] = QUEUED
+    append(w, w.inst[i, I_NEXT_POOL], r)
+    mark_pool(w, w.inst[i, I_NEXT_POOL])
+
+
+def receive_kv(w: World, r: int) -> None:
+    """The KV has arrived: the prefill instance lets go, the request decodes."""
+    source = w.req[r, R_SOURCE]
+    give_back_source(w, r)
+    vacate(w, source)
+    set_decoding(w, r)
+
+
+def lose(w: World, r: int) -> None:
+    """An instance that holds something of this request is gone: try it elsewhere if still unheard, else it failed."""
+    i = w.req[r, R_INSTANCE]
+    blamed = i if i >= 0 else w.req[r, R_SOURCE]
+    detach(w, r)
+    _forget_source(w, r)
+    if i >= 0:
+        w.req[r, R_INSTANCE] = -1
+        vacate(w, i)
+    if may_retry(w.req[r, R_GENERATED], w.req[r, R_RETRIES], w.fixed[Z_MAX_RETRIES]):
+        w.req[r, R_RETRIES] += 1
+        w.req[r, R_STATE] = QUEUED
+        w.reqf[r, Q_SCHEDULED] = -1.0
+        start_waiting(w, r)
+        prepend(w, w.req[r, R_MODEL], r)
+        mark_pool(w, w.req[r, R_MODEL])
+    else:
+        w.inst_stat[w.counter[C_EPOCH], blamed, B_LOST] += 1
+        _end(w, r, FAILED)
+
+
+def _forget_source(w: World, r: int) -> None:
+    source = w.req[r, R_SOURCE]
+    if source >= 0:
+        give_back_source(w, r)
+        vacate(w, source)
+
+
+def _end(w: World, r: int, state: int) -> None:
+    stop_waiting(w, r)
+    w.req[r, R_STATE] = state
+    w.req[r, R_INSTANCE] = -1
+    w.reqf[r, Q_FINISH] = w.now[0]
+    if state in (REJECTED, TOO_LONG):
+        w.pool_stat[w.counter[C_EPOCH], w.req[r, R_MODEL], D_REJECTED] += 1
+    if state != DONE:
+        w.counter[C_DISCARDED] += w.req[r, R_GENERATED]

@@ -1,0 +1,211 @@
+"""Iterations: start them on nodes, end them, and pass their results on to the next stage or back to the first."""
+
+from __future__ import annotations
+
+from coral_core.sim.batches import form_entry_batch, form_inner_batch
+from coral_core.sim.columns import (
+    A_BUSY,
+    A_ITERATIONS,
+    A_TOKENS,
+    C_EPOCH,
+    DECODING,
+    DRAINING,
+    E_DELIVER,
+    E_ITERATION,
+    F_BUSY_SINCE,
+    F_DELAY,
+    F_KEPT,
+    F_PAIRS,
+    I_END_STAGE,
+    I_FIRST_STAGE,
+    I_INCARNATION,
+    I_STATE,
+    K_EXTRA_DEPTH,
+    K_FIXED,
+    K_INNER,
+    K_INNER_TOKEN,
+    K_KEPT,
+    K_PAIR,
+    N_BATCH_HEAD,
+    N_BATCH_ROWS,
+    N_BATCH_TAIL,
+    N_BATCH_TOKENS,
+    N_BUSY,
+    N_DECODE_HEAD,
+    N_DECODE_TAIL,
+    N_INSTANCE,
+    N_PREFILL_HEAD,
+    N_PREFILL_TAIL,
+    N_STAGE,
+    N_TABLE,
+    R_STATE,
+    R_VERSION,
+    READY,
+    S_END,
+    S_FIRST,
+    T_DECODE,
+    T_EMITS,
+    T_NEXT,
+    T_REQUEST,
+    T_TOKENS,
+    T_VERSION,
+    TABLE_ROWS,
+    TABLE_TOKENS,
+    U_HEAD,
+    U_TAIL,
+    U_TOKENS,
+)
+from coral_core.sim.journey import emit
+from coral_core.sim.network import send_items
+from coral_core.sim.queues import append, append_item, decode_list, free_item, mark_node, prefill_list, push
+from coral_core.sim.world import Floats, World
+
+
+def start_iteration(w: World, n: int) -> None:
+    """Start an idle node of a live instance on the next batch, if there is one."""
+    i = w.node[n, N_INSTANCE]
+    if w.node[n, N_BUSY] == 1 or not (w.inst[i, I_STATE] == READY or w.inst[i, I_STATE] == DRAINING):
+        return
+    if w.node[n, N_STAGE] == 0:
+        form_entry_batch(w, n)
+    else:
+        form_inner_batch(w, n)
+    if w.node[n, N_BATCH_HEAD] < 0:
+        return
+    tokens = w.node[n, N_BATCH_TOKENS]
+    duration_s = iteration_s(w, n)
+    coef = w.coef[w.node[n, N_TABLE]]
+    w.nodef[n, F_DELAY] = coef[K_EXTRA_DEPTH] * (duration_s + coef[K_INNER] + tokens * coef[K_INNER_TOKEN])
+    w.node[n, N_BUSY] = 1
+    w.nodef[n, F_BUSY_SINCE] = w.now[0]
+    epoch = w.counter[C_EPOCH]
+    w.node_stat[epoch, n, A_ITERATIONS] += 1
+    w.node_stat[epoch, n, A_TOKENS] += tokens
+    push(w, w.now[0] + duration_s, E_ITERATION, n, w.inst[i, I_INCARNATION])
+
+
+def iteration_s(w: World, n: int) -> float:
+    """Time of the node's batch: tables over its tokens and its sampled rows, terms for KV read and prompt attention."""
+    row = w.node[n, N_TABLE]
+    time_s = w.coef[row, K_FIXED] + w.coef[row, K_KEPT] * w.nodef[n, F_KEPT] + w.coef[row, K_PAIR] * w.nodef[n, F_PAIRS]
+    time_s += interpolate(w.grid, w.table[row, TABLE_TOKENS], float(w.node[n, N_BATCH_TOKENS]))
+    time_s += interpolate(w.grid, w.table[row, TABLE_ROWS], float(w.node[n, N_BATCH_ROWS]))
+    return float(time_s)
+
+
+def interpolate(grid: Floats, values: Floats, x: float) -> float:
+    """Piecewise linear between the grid's points, the outer pieces prolonged; the grid rises, two points at least."""
+    low, high = 0, grid.shape[0] - 1
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if grid[middle] <= x:
+            low = middle
+        else:
+            high = middle
+    frac = (x - grid[low]) / (grid[high] - grid[low])
+    return float(values[low] + frac * (values[high] - values[low]))
+
+
+def settle_busy(w: World, n: int) -> None:
+    """Book a busy node's time so far."""
+    if w.node[n, N_BUSY] == 1:
+        w.node_stat[w.counter[C_EPOCH], n, A_BUSY] += w.now[0] - w.nodef[n, F_BUSY_SINCE]
+        w.nodef[n, F_BUSY_SINCE] = w.now[0]
+
+
+def end_iteration(w: World, n: int, incarnation: int) -> None:
+    """Free the node, let prompts go on with their next chunk, pass the results on (later if the node is a pipeline)."""
+    if w.inst[w.node[n, N_INSTANCE], I_INCARNATION] != incarnation:
+        return
+    settle_busy(w, n)
+    w.node[n, N_BUSY] = 0
+    mark_node(w, n)
+    head = w.node[n, N_BATCH_HEAD]
+    w.node[n, N_BATCH_HEAD] = -1
+    w.node[n, N_BATCH_TAIL] = -1
+    if w.node[n, N_STAGE] == 0:
+        _continue_prompts(w, n, head)
+    if w.nodef[n, F_DELAY] > 0:
+        push(w, w.now[0] + w.nodef[n, F_DELAY], E_DELIVER, head, n)
+    else:
+        deliver(w, head, n)
+
+
+def _continue_prompts(w: World, n: int, head: int) -> None:
+    item = head
+    while item >= 0:
+        r = w.item[item, T_REQUEST]
+        if w.item[item, T_EMITS] == 0 and w.item[item, T_VERSION] == w.req[r, R_VERSION]:
+            append(w, prefill_list(w, n), r)
+        item = w.item[item, T_NEXT]
+
+
+def deliver(w: World, head: int, n: int) -> None:
+    """Pass a batch's items on: to each request's node of the next stage, or, as tokens, back to its entry node."""
+    i = w.node[n, N_INSTANCE]
+    s = w.node[n, N_STAGE]
+    stages = w.inst[i, I_END_STAGE] - w.inst[i, I_FIRST_STAGE]
+    is_last = s == stages - 1
+    to_s = 0 if is_last else s + 1
+    to_stage = w.inst[i, I_FIRST_STAGE] + to_s
+    first, end = w.stage[to_stage, S_FIRST], w.stage[to_stage, S_END]
+    for k in range(end - first):
+        w.group[k, U_HEAD] = -1
+        w.group[k, U_TOKENS] = 0
+    item = head
+    while item >= 0:
+        after = w.item[item, T_NEXT]
+        r = w.item[item, T_REQUEST]
+        goes_on = w.item[item, T_VERSION] == w.req[r, R_VERSION]
+        if goes_on and is_last:
+            goes_on = w.item[item, T_EMITS] == 1
+            if goes_on:
+                emit(w, r)
+                goes_on = w.req[r, R_STATE] == DECODING
+        if not goes_on:
+            free_item(w, item)
+        elif stages == 1:
+            resume_decoding(w, r)
+            free_item(w, item)
+        else:
+            _group(w, w.bound[r, to_s] - first, item)
+        item = after
+    for k in range(end - first):
+        if w.group[k, U_HEAD] >= 0:
+            send_items(w, n, first + k, w.group[k, U_HEAD], 0 if is_last else w.group[k, U_TOKENS])
+
+
+def _group(w: World, k: int, item: int) -> None:
+    w.item[item, T_NEXT] = -1
+    if w.group[k, U_HEAD] < 0:
+        w.group[k, U_HEAD] = item
+    else:
+        w.item[w.group[k, U_TAIL], T_NEXT] = item
+    w.group[k, U_TAIL] = item
+    w.group[k, U_TOKENS] += w.item[item, T_TOKENS]
+
+
+def resume_decoding(w: World, r: int) -> None:
+    """Let the entry node compute the request's next token."""
+    n = w.bound[r, 0]
+    append(w, decode_list(w, n), r)
+    mark_node(w, n)
+
+
+def receive(w: World, head: int, n: int) -> None:
+    """Items reach a node: work for a later stage, or, at an entry node, requests whose next token may be computed."""
+    item = head
+    while item >= 0:
+        after = w.item[item, T_NEXT]
+        r = w.item[item, T_REQUEST]
+        if w.item[item, T_VERSION] != w.req[r, R_VERSION]:
+            free_item(w, item)
+        elif w.node[n, N_STAGE] == 0:
+            append(w, decode_list(w, n), r)
+            free_item(w, item)
+        elif w.item[item, T_DECODE] == 1:
+            append_item(w, n, N_DECODE_HEAD, N_DECODE_TAIL, item)
+        else:
+            append_item(w, n, N_PREFILL_HEAD, N_PREFILL_TAIL, item)
+        item = after
+    mark_node(w, n)
