@@ -113,10 +113,11 @@ def test_lattice_is_brute_force_at_length():
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_all_three_agree_at_length():
+@pytest.mark.parametrize("preference", ["highs", "auto"])
+def test_all_three_agree_at_length(preference):
     rng = np.random.default_rng(23)
     for _ in range(60):
         problem = random_problem(rng, int(rng.integers(1, 6)), int(rng.integers(1, 12)))
         expected = brute_force(problem)
         check(problem, LatticePlacement().solve(problem), expected, 1e-12)
-        check(problem, IlpPlacement().solve(problem), expected, 1e-7)
+        check(problem, IlpPlacement(preference=preference).solve(problem), expected, 1e-7)
