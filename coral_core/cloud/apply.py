@@ -1,0 +1,355 @@
+"""Make the fleet equal to a plan: an idempotent executor over ports. It may die anywhere; the next run goes on.
+
+Each round lists the fleet, reconciles, and does the steps that are due. What a run keeps in memory (nodes too young to
+be listed, offers that refused, since when an engine is silent) only spares it time: the truth is the cloud's.
+
+Safety between runs: every call that changes something first asks the guard, and none starts with less of the lease
+left than a call may take. A run ends only when all that it started is listed or `settle_s` old; a crashed run's lease
+must outlive `settle_s`, so that its successor sees all of the fleet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from coral_core.cloud.budget import check_plan
+from coral_core.cloud.engine_port import Readiness
+from coral_core.cloud.fleet_view import Exhausted, Instance, Signals, gather, holdings
+from coral_core.cloud.ports import (
+    ApplyPolicy,
+    ApplyReport,
+    ApplyStatus,
+    FleetEvent,
+    LeaseLostError,
+    Ports,
+    StartFailure,
+)
+from coral_core.cloud.provisioner import CloudBusyError, NodeOrder, Refusal, Refused
+from coral_core.cloud.reconcile import reconcile
+from coral_core.cloud.steps import Action, Due, Reconciliation, Step, Unmet
+from coral_core.domain.fleet import FleetLimits, FleetPlan, ForeignNode, Node, NodeState, Offer
+from coral_core.domain.hardware import Market
+from coral_core.errors import ProvisionError
+
+Answer = TypeVar("Answer")
+
+
+def apply_plan(
+    plan: FleetPlan, *, regions: Collection[str], limits: FleetLimits, policy: ApplyPolicy, ports: Ports
+) -> ApplyReport:
+    """Bring the fleet to the plan, or as near as the cloud allows; safe to repeat and to interrupt anywhere.
+
+    `regions`: every region in which the fleet may have nodes; those of the plan are added. An empty plan is a teardown.
+    Nothing is touched that is not proven ours, and nothing is started before every region has been listed.
+    Raises ProvisionError for a fleet of another account, a plan beyond the limits and what no repetition mends;
+    CloudBusyError where a region cannot be listed until the deadline; InputError and DataGapError for a bad plan.
+    """
+    check_plan(plan, limits)
+    run = _Run(plan, sorted({*regions, *(wanted.region for wanted in plan.wanted)}), limits, policy, ports)
+    run.check_account()
+    try:
+        return run.loop()
+    except LeaseLostError as error:
+        return run.report(ApplyStatus.LEASE_LOST, str(error))
+
+
+class _Run:
+    def __init__(
+        self, plan: FleetPlan, regions: list[str], limits: FleetLimits, policy: ApplyPolicy, ports: Ports
+    ) -> None:
+        self.plan, self.regions, self.limits, self.policy, self.ports = plan, regions, limits, policy, ports
+        self.begun_s = ports.clock.monotonic_s()
+        self.nodes: dict[str, Node] = {}
+        self.foreign: tuple[ForeignNode, ...] = ()
+        self.groups: list[tuple[str, str]] = []
+        self.started: dict[str, tuple[Node, float]] = {}  # by node id, not listed yet
+        self.stopped_s: dict[str, float] = {}
+        self.unknown_s: dict[tuple[str, int], float] = {}  # orders without an answer
+        self.ready: set[str] = set()
+        self.unready_since_s: dict[str, float] = {}
+        self.weight: dict[str, float] = {}
+        self.drain_since_s: dict[str, float] = {}
+        self.drained: set[str] = set()
+        self.burnt: set[str] = set()
+        self.exhausted: set[Exhausted] = set()
+        self.failures: list[StartFailure] = []
+        self.unmet: tuple[Unmet, ...] = ()
+        self.begun: set[str] = set()  # instances that this run has started and not seen ready
+        self.failed_starts: Counter[tuple[str, str, Market]] = Counter()
+        self.busy = False
+        self.strikes = 0
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.ports.clock.monotonic_s() - self.begun_s
+
+    def check_account(self) -> None:
+        account = self._patiently(self.ports.provisioner.account)
+        if account != self.plan.fleet.account:
+            raise ProvisionError(
+                f"the credentials belong to account {account}, the fleet to {self.plan.fleet.account}",
+                where=f"fleet {self.plan.fleet.name}",
+                fix="use the fleet's own credentials (profile, role), or correct the account in its settings",
+            )
+
+    def loop(self) -> ApplyReport:
+        while True:
+            self.observe()
+            todo = self.reconcile()
+            late = self.elapsed_s >= self.policy.deadline_s
+            if (late or todo.converged or todo.stuck) and not self.unsettled():
+                self._release_groups(todo)
+                return self._ended(todo)
+            self.busy = False
+            for step in todo.steps:
+                throttled = self.busy and step.action is Action.START
+                if step.due is Due.NOW and not late and not throttled:
+                    self.do(step)
+            self._sleep()
+
+    def observe(self) -> None:
+        """List every region, add what is too young to be listed, ask the engines."""
+        now_s = self.ports.clock.monotonic_s()
+        fleet = self.plan.fleet
+        describe = self.ports.provisioner.describe
+        listings = [(region, self._patiently(partial(describe, fleet, region))) for region in self.regions]
+        listed = {node.node_id: node for _, listing in listings for node in listing.nodes}
+        self.foreign = tuple(node for _, listing in listings for node in listing.foreign)
+        self.groups = [(region, name) for region, listing in listings for name in listing.groups]
+        self.started = {
+            name: (node, since_s)
+            for name, (node, since_s) in self.started.items()
+            if name not in listed and (now_s - since_s < self.policy.settle_s or node.state is NodeState.GONE)
+        }
+        self.stopped_s = {n: since_s for n, since_s in self.stopped_s.items() if now_s - since_s < self.policy.settle_s}
+        merged = {**{name: node for name, (node, _) in self.started.items()}, **listed}
+        self.nodes = {name: self._ending(node) if name in self.stopped_s else node for name, node in merged.items()}
+        self._ask_engines(now_s)
+
+    def _ending(self, node: Node) -> Node:
+        """A node that was told to stop, whatever a lagging listing says."""
+        return node if node.state is NodeState.GONE else replace(node, state=NodeState.ENDING)
+
+    def _ask_engines(self, now_s: float) -> None:
+        self.ready.clear()
+        for instance in gather(self.nodes.values()):
+            name = instance.instance_id
+            readiness = self.ports.engine.ready(instance) if instance.running else Readiness.NOT_READY
+            if readiness is Readiness.NOT_READY:
+                self.unready_since_s.setdefault(name, now_s)
+                continue
+            self.unready_since_s.pop(name, None)
+            if readiness is Readiness.READY:
+                self.ready.add(name)
+                self.begun.discard(name)
+
+    def reconcile(self) -> Reconciliation:
+        now_s = self.ports.clock.monotonic_s()
+        signals = Signals(
+            ready=frozenset(self.ready),
+            unready_s={name: now_s - since_s for name, since_s in self.unready_since_s.items()},
+            weight=self.weight,
+            draining=frozenset(self.drain_since_s),
+            drained=frozenset(self.drained),
+            burnt=frozenset(self.burnt),
+            exhausted=frozenset(self.exhausted),
+            given_up=frozenset(k for k, n in self.failed_starts.items() if n >= self.policy.max_failed_starts),
+        )
+        result = reconcile(
+            self.plan,
+            tuple(self.nodes.values()),
+            groups=self.groups,
+            limits=self.limits,
+            policy=self.policy.reconcile,
+            now=self.ports.clock.now(),
+            signals=signals,
+        )
+        self.unmet = result.unmet
+        return result
+
+    def unsettled(self) -> bool:
+        """Whether something may exist that no listing shows yet."""
+        now_s = self.ports.clock.monotonic_s()
+        young = [since_s for node, since_s in self.started.values() if node.node_id not in self.stopped_s and node.live]
+        return any(now_s - since_s < self.policy.settle_s for since_s in (*young, *self.unknown_s.values()))
+
+    def do(self, step: Step) -> None:
+        match step.action:
+            case Action.START:
+                for order in step.orders:
+                    if not self._start(step, order):
+                        return
+            case Action.STOP:
+                self._stop(step)
+            case Action.WEIGHT if step.instance is not None:
+                self._set_weight(step, step.instance)
+            case Action.DRAIN if step.instance is not None:
+                self._drain(step, step.instance)
+            case _:  # waiting is done by the next round, groups by `_release_groups`
+                pass
+
+    def _start(self, step: Step, order: NodeOrder) -> bool:
+        """Start one node; False where the rest of the instance must wait or fail with it."""
+        self._permit()
+        name, number = order.tags.instance_id, order.tags.node
+        outcome = self.ports.provisioner.start(self.plan.fleet, order)
+        now_s = self.ports.clock.monotonic_s()
+        if isinstance(outcome, Refused):
+            self._note_refusal(order, outcome, now_s)
+            self._record(step, f"node {number} in {order.zone}: {outcome.refusal} ({outcome.code}) {outcome.message}")
+            return False
+        node = outcome.node
+        self.started[node.node_id] = (node, now_s)
+        self.nodes[node.node_id] = node
+        self.begun.add(name)
+        self.unknown_s.pop((name, number), None)
+        self._record(step, f"node {number} in {node.zone}: {node.node_id} is {node.state}")
+        return node.live
+
+    def _note_refusal(self, order: NodeOrder, outcome: Refused, now_s: float) -> None:
+        refusal, config = outcome.refusal, order.tags.config
+        if refusal is Refusal.UNKNOWN:
+            self.unknown_s[order.tags.instance_id, order.tags.node] = now_s
+        if refusal is Refusal.CONFLICT:
+            self.burnt.add(order.tags.instance_id)
+        ending = any(n.state is NodeState.ENDING and n.region == order.region for n in self.nodes.values())
+        if refusal.passing or (refusal is Refusal.QUOTA and ending):  # what ends gives its quota back soon
+            self.busy = True
+            return
+        if refusal is Refusal.CONFLICT:
+            return
+        zone = None if refusal is Refusal.QUOTA else order.zone
+        self.exhausted.add(Exhausted(region=order.region, zone=zone, config=config, market=order.market))
+        self.failures.append(
+            StartFailure(
+                at=self.ports.clock.now(),
+                region=order.region,
+                zone=order.zone,
+                config=config,
+                market=order.market,
+                refusal=refusal,
+                code=outcome.code,
+                message=outcome.message,
+                held=holdings(self.nodes.values()).get((order.region, config, order.market), 0),
+            )
+        )
+
+    def _stop(self, step: Step) -> None:
+        self._permit()
+        try:
+            self.ports.provisioner.stop(self.plan.fleet, step.region, step.nodes)
+        except CloudBusyError as error:
+            self.busy = True
+            self._record(step, f"again later: {error}")
+            return
+        now_s = self.ports.clock.monotonic_s()
+        if step.instance is not None and step.instance_id in self.begun and not step.instance.missing:
+            self.failed_starts[step.instance.key] += 1
+        self.begun.discard(step.instance_id)
+        for node in step.nodes:
+            self.stopped_s[node.node_id] = now_s
+            self.nodes[node.node_id] = self._ending(node)
+        self._record(step, f"{step.reason}: {', '.join(node.node_id for node in step.nodes)}")
+
+    def _set_weight(self, step: Step, instance: Instance) -> None:
+        self._permit()
+        self.ports.engine.set_weight(instance, step.weight)
+        self.weight[step.instance_id] = step.weight
+        if step.weight > 0:  # kept after all
+            self.drain_since_s.pop(step.instance_id, None)
+            self.drained.discard(step.instance_id)
+        self._record(step, f"{step.reason}: weight {step.weight:g}")
+
+    def _drain(self, step: Step, instance: Instance) -> None:
+        self._permit()
+        now_s = self.ports.clock.monotonic_s()
+        first = step.instance_id not in self.drain_since_s
+        waited_s = now_s - self.drain_since_s.setdefault(step.instance_id, now_s)
+        empty = self.ports.engine.drain(instance)
+        if empty or waited_s >= self.policy.drain_timeout_s:
+            self.drained.add(step.instance_id)
+            self._record(step, "drained" if empty else f"given up after {waited_s:.0f} s, requests are cut off")
+        elif first:
+            self._record(step, f"{step.reason}: draining")
+
+    def _release_groups(self, todo: Reconciliation) -> None:
+        """Once, at the end: a group still in use stays for the next run, it costs nothing."""
+        for step in todo.steps:
+            if step.action is Action.RELEASE_GROUP:
+                self._permit()
+                try:
+                    gone = self.ports.provisioner.release_group(self.plan.fleet, step.region, step.instance_id)
+                except CloudBusyError as error:
+                    self._record(step, f"left to the next run: {error}")
+                else:
+                    self._record(step, "released" if gone else "still in use, left to the next run")
+
+    def _permit(self) -> None:
+        left_s = self.ports.guard()
+        if left_s < self.ports.provisioner.call_timeout_s:
+            raise LeaseLostError(
+                f"{left_s:.0f} s of the lease are left, a cloud call may take {self.ports.provisioner.call_timeout_s:g} s",
+                where=f"fleet {self.plan.fleet.name}",
+                fix="the next run goes on from here; lengthen the lease if this recurs",
+            )
+
+    def _patiently(self, call: Callable[[], Answer]) -> Answer:
+        """The answer of a read, repeated while the cloud is busy; its CloudBusyError at the deadline."""
+        while True:
+            try:
+                return call()
+            except CloudBusyError:
+                if self.elapsed_s >= self.policy.deadline_s:
+                    raise
+                self.busy = True
+                self._sleep()
+
+    def _sleep(self) -> None:
+        """Until the next round; twice as long after each one that found the cloud busy."""
+        self.strikes = self.strikes + 1 if self.busy else 0
+        longest_s = max(self.policy.max_backoff_s, self.policy.poll_s)
+        self.ports.sleep(min(self.policy.poll_s * 2 ** min(self.strikes, 16), longest_s))
+
+    def _record(self, step: Step, outcome: str) -> None:
+        self.ports.record(
+            FleetEvent(
+                at=self.ports.clock.now(),
+                action=step.action,
+                region=step.region,
+                instance_id=step.instance_id,
+                outcome=outcome,
+            )
+        )
+
+    def _ended(self, todo: Reconciliation) -> ApplyReport:
+        if todo.converged:
+            return self.report(ApplyStatus.CONVERGED, "the fleet is the plan")
+        if todo.stuck:
+            reasons = "; ".join(
+                f"{u.count} of {u.wanted.spec.template_id} in {u.wanted.region}: {u.reason}" for u in todo.unmet
+            )
+            return self.report(ApplyStatus.UNMET, reasons)
+        left = "; ".join(f"{step.action} {step.instance_id} {step.due}" for step in todo.steps[:5])
+        return self.report(
+            ApplyStatus.DEADLINE, f"after {self.elapsed_s:.0f} s {len(todo.steps)} steps are left: {left}"
+        )
+
+    def report(self, status: ApplyStatus, reason: str) -> ApplyReport:
+        """What has been done so far."""
+        lowered: dict[Offer, int] = {}
+        for failure in self.failures:
+            if any(failure.offer in unmet.offers for unmet in self.unmet):
+                lowered[failure.offer] = max(failure.held, lowered.get(failure.offer, 0))
+        return ApplyReport(
+            status=status,
+            reason=reason,
+            nodes=tuple(node for node in self.nodes.values() if node.state is not NodeState.GONE),
+            foreign=self.foreign,
+            failures=tuple(self.failures),
+            unmet=self.unmet,
+            lowered=lowered,
+        )
