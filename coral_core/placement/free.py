@@ -30,8 +30,11 @@ from coral_core.errors import InputError
 from coral_core.placement.lattice import MAX_TABLE_BYTES, LatticePlacement
 from coral_core.placement.problem import Capacity, placement_at, problem_arrays
 
-MAX_LAYERS_IN_ALL: Final = np.iinfo(np.int16).max
-"""Of all stages of a combination together, each counted with all the model's layers."""
+MAX_LAYERS_IN_ALL: Final = 2**24
+"""Of all stages of a combination together, each with all the model's layers: exact as 32-bit floats."""
+
+MAX_SPLITS: Final = 200_000_000
+"""Pairs of a sub-multiset and a part of it; each test goes over them, at about 0.3 us each."""
 
 EQUAL_FRAC: Final = 1e-9
 """Relative difference allowed between the published capacities and those at the same budgets of the grid."""
@@ -133,18 +136,20 @@ def check_budgets(budgets: Capacity, published: Capacity, types: tuple[str, ...]
         raise InputError(
             f"shape {budgets.shape} instead of (grid, {', '.join(map(str, published.shape[1:]))})", where="budgets"
         )
-    grid = len(budgets)
+    above, below = np.zeros((2, *budgets.shape), dtype=np.bool_)
+    above[:, :, 1:] = budgets[:, :, 1:] > budgets[:, :, :-1]
+    below[1:] = budgets[1:] < budgets[:-1]
     faults = {
         "is not finite and at least 0": ~(np.isfinite(budgets) & (budgets >= 0)),
-        "is above that of one layer less": np.diff(budgets, axis=2, prepend=np.inf) > 0,
-        "is below that of the next smaller budget": np.diff(budgets, axis=0, prepend=0) < 0,
+        "is above that of one layer less": above,
+        "is below that of the next smaller budget": below,
     }
+    grid = len(budgets)
     for stages in range(2, len(published) + 1):
         if grid % stages == 0:
+            at = grid // stages - 1
             differs = np.zeros(budgets.shape, dtype=np.bool_)
-            differs[grid // stages - 1] = ~np.isclose(
-                budgets[grid // stages - 1], published[stages - 1], rtol=EQUAL_FRAC, atol=0
-            )
+            differs[at] = ~np.isclose(budgets[at], published[stages - 1], rtol=EQUAL_FRAC, atol=0)
             faults[f"is not the published one of {stages} stages"] = differs
     for what, wrong in faults.items():
         if wrong.any():
@@ -205,12 +210,14 @@ def _check_size(counts: Counts, layers_in_all: int, grid: int, max_bytes: int) -
             where="layers",
             fix="place fewer nodes, or use method lattice",
         )
-    parts = float((counts.astype(np.float64) + 1).prod(axis=1).max(initial=1.0))
-    if parts * grid * 4 > max_bytes:
+    sizes = counts.astype(np.float64)
+    parts = float((sizes + 1).prod(axis=1).max(initial=1.0))
+    splits = float(((sizes + 1) * (sizes + 2) / 2).prod(axis=1).max(initial=1.0))
+    if parts * grid * 8 > max_bytes or splits > MAX_SPLITS:
         raise InputError(
-            f"{parts:.0f} sub-multisets of {grid} budgets need more than {max_bytes / 2**30:.1f} GiB",
+            f"{parts:.3g} sub-multisets with {splits:.3g} parts of them are too many",
             where="nodes",
-            fix="place fewer different nodes",
+            fix="place fewer different nodes at a time",
         )
 
 

@@ -4,7 +4,8 @@ Conventions, besides those of `lattice_kernel`:
 - inside one combination a sub-multiset is a mixed-radix code of its nodes per run, the first run most significant, so
   the code of a difference is the difference of codes; `whole` is the combination itself, 0 is empty;
 - `cap` (C, grid, L) is T^ by type, budget - 1, layers - 1;
-- `held[x, b]` = lam_x(t, b) and `most[x, B]` = F_x(t, B) for 0 <= b, B < grid, non-decreasing, 0 where impossible;
+- `held[x, b]` = lam_x(t, b) and `most[x, B]` = F_x(t, B) for 0 <= b, B < grid, non-decreasing, 0 where impossible:
+  whole numbers as 32-bit floats, because adding those is what compilers turn into vector instructions.
   `held_from[x]`, `most_from[x]` are the first budgets at which they are positive, `grid` where there is none.
 """
 
@@ -18,11 +19,12 @@ from coral_core.placement.compiled import compiled
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Shorts = NDArray[np.int16]
+Layers = NDArray[np.float32]
 Kinds = tuple[Shorts, Floats]
-Work = tuple[Shorts, Ints, Shorts, Ints]
+Work = tuple[Layers, Ints, Layers, Ints]
 
 _KINDS = "Tuple((i2[::1], f8[::1]))"
-_WORK = "Tuple((i2[:, ::1], i8[::1], i2[:, ::1], i8[::1]))"
+_WORK = "Tuple((f4[:, ::1], i8[::1], f4[:, ::1], i8[::1]))"
 
 
 @compiled(f"f8(f8[:, :, ::1], {_KINDS}, i8, i8, i8)")
@@ -35,11 +37,11 @@ def value_of(cap: Floats, stage: Kinds, n: int, budget: int, layers: int) -> flo
     return value
 
 
-@compiled(f"i8(f8[:, :, ::1], {_KINDS}, i8, f8, i2[::1])")
-def fill_held(cap: Floats, stage: Kinds, n: int, throughput: float, held: Shorts) -> int:
+@compiled(f"i8(f8[:, :, ::1], {_KINDS}, i8, f8, f4[::1])")
+def fill_held(cap: Floats, stage: Kinds, n: int, throughput: float, held: Layers) -> int:
     """lam_A(throughput, b) for b < grid, one walk up the staircase of budgets and layers; returns the first budget."""
     grid, layers = cap.shape[1], cap.shape[2]
-    held[:] = 0
+    held[:] = np.float32(0)
     if value_of(cap, stage, n, grid - 1, 1) < throughput:
         return int(grid)
     low, high = 1, grid - 1
@@ -57,29 +59,28 @@ def fill_held(cap: Floats, stage: Kinds, n: int, throughput: float, held: Shorts
     return first
 
 
-@compiled("i8(i2[::1], i8, i2[::1], i8, i2[::1])")
-def add_stage(held: Shorts, held_from: int, most: Shorts, most_from: int, best: Shorts) -> int:
+@compiled("void(f4[::1], i8, f4[::1], i8, f4[::1])")
+def add_stage(held: Layers, held_from: int, most: Layers, most_from: int, best: Layers) -> None:
     """best(B) = max(best(B), held(b) + most(B - b)) where both are possible; only steps of `held` can matter."""
     grid = len(best)
-    first = held_from + most_from
-    if first >= grid or held[grid - 1 - most_from] + most[grid - 1 - held_from] <= best[first]:
-        return 0
     for b in range(held_from, grid - most_from):
-        if held[b] > held[b - 1]:
+        layers = held[b]
+        if layers > held[b - 1]:
             for k in range(most_from, grid - b):
-                best[b + k] = max(best[b + k], held[b] + most[k])
-    return 0
+                value, before = layers + most[k], best[b + k]
+                best[b + k] = value if value > before else before  # noqa: FURB136 - max() is not vectorised
 
 
-@compiled("i8(i2[::1], i8, i2[::1], i8)")
-def most_of_two(held: Shorts, held_from: int, most: Shorts, most_from: int) -> int:
-    """The most layers of one stage and a rest within the whole SLO; 0 where impossible."""
+@compiled("UniTuple(i8, 2)(f4[::1], i8, f4[::1], i8, i8)")
+def most_of_two(held: Layers, held_from: int, most: Layers, most_from: int, budget: int) -> tuple[int, int]:
+    """The most layers of one stage and a rest within a budget, and the stage's part of it; 0 where impossible."""
     grid = len(held)
-    best = 0
-    if held_from + most_from <= grid and held_from < grid and most_from < grid:
-        for b in range(held_from, grid - most_from + 1):
-            best = max(best, int(held[b]) + most[grid - b])
-    return best
+    best, of_stage = 0, 0
+    for b in range(max(held_from, budget - grid + 1), min(grid - 1, budget - most_from) + 1):
+        layers = int(held[b] + most[budget - b])
+        if layers > best:
+            best, of_stage = layers, b
+    return best, of_stage
 
 
 @compiled("i8(i2[::1], i8, i2[:, ::1], i8[::1])")
@@ -135,29 +136,25 @@ def load_stage(types: Shorts, counts: Shorts, n_runs: int, stage: Kinds) -> int:
 def peel(  # noqa: PLR0917 - compiled code takes arrays, not objects
     digits: Shorts, place: Ints, n_runs: int, part: int, rest: int, work: Work, codes: Ints
 ) -> int:
-    """The stages behind `part` and the most of `rest` at the best cut of the SLO; returns how many."""
+    """The stages behind `part` and the most of `rest` at the best cut of the SLO; returns how many.
+
+    At most len(codes), as there may be fewer layers than nodes: the last stage then takes all nodes that are left, which
+    makes it no slower, and a layer each is all that such stages need to hold.
+    """
     held, held_from, most, most_from = work
-    grid = held.shape[1]
-    codes[0] = part
-    best, budget = 0, 0
-    for b in range(held_from[part], grid - most_from[rest] + 1):
-        if np.int64(held[part, b]) + most[rest, grid - b] > best:
-            best = np.int64(held[part, b]) + most[rest, grid - b]
-            budget = grid - b
-    n_stages = 1
-    while most[rest, budget] != held[rest, budget]:
-        due = np.int64(most[rest, budget])
-        part = first_part(digits, place, n_runs, rest)
-        while part != 0:
-            after = rest - part
-            for b in range(held_from[part], budget - most_from[after] + 1):
-                if np.int64(held[part, b]) + most[after, budget - b] == due:
-                    codes[n_stages] = part
-                    n_stages += 1
-                    rest, budget, part = after, budget - b, 0
-                    break
-            if part != 0:
+    budget = held.shape[1]
+    n_stages = 0
+    while part != 0:
+        codes[n_stages] = part
+        n_stages += 1
+        budget -= most_of_two(held[part], held_from[part], most[rest], most_from[rest], budget)[1]
+        part = 0
+        if n_stages < len(codes) - 1 and most[rest, budget] != held[rest, budget]:
+            due = int(most[rest, budget])
+            part = first_part(digits, place, n_runs, rest)
+            while most_of_two(held[part], held_from[part], most[rest - part], most_from[rest - part], budget)[0] != due:
                 part = next_part(digits, place, n_runs, rest, part)
+            rest -= part
     codes[n_stages] = rest
     return n_stages + 1
 
@@ -191,13 +188,14 @@ def find_partition(  # noqa: PLR0917 - compiled code takes arrays, not objects
                 add_stage(held[part], held_from[part], most[rest], most_from[rest], most[code])
                 most_from[code] = min(most_from[code], held_from[part] + most_from[rest])
             part = next_part(digits, place, n_runs, code, part)
-    part = place[0]
+    part, best, best_part = place[0], layers - 1, 0
     while part != whole:
         rest = whole - part
-        if most_of_two(held[part], held_from[part], most[rest], most_from[rest]) >= layers:
-            return peel(digits, place, n_runs, part, rest, work, codes)
+        layers_of_two = most_of_two(held[part], held_from[part], most[rest], most_from[rest], grid)[0]
+        if layers_of_two > best:
+            best, best_part = layers_of_two, part
         part = next_part(digits, place, n_runs, whole, part)
-    return 0
+    return 0 if best_part == 0 else peel(digits, place, n_runs, best_part, whole - best_part, work, codes)
 
 
 @compiled(f"f8(f8[:, :, ::1], i2[::1], i8, i2[:, ::1], i8, {_KINDS}, i2[::1], i2[::1])")
@@ -263,19 +261,16 @@ def improve_partition(  # noqa: PLR0917 - compiled code takes arrays, not object
                 most[s] = held[s]
                 most_from[s] = held_from[s]
             elif s > 0:
-                most[s] = 0
+                most[s] = np.float32(0)
                 most_from[s] = min(grid, held_from[s] + most_from[s + 1])
                 add_stage(held[s], held_from[s], most[s + 1], most_from[s + 1], most[s])
-        if most_of_two(held[0], held_from[0], most[1], most_from[1]) < layers:
-            return throughput
         left = grid
         for s in range(n_stages - 1):
-            best = np.int64(0)
-            for b in range(held_from[s], min(left - most_from[s + 1], grid - 1) + 1):
-                if left - b < grid and np.int64(held[s, b]) + most[s + 1, left - b] > best:
-                    best = np.int64(held[s, b]) + most[s + 1, left - b]
-                    budgets[s] = b
-            left -= budgets[s]
+            reached, budget = most_of_two(held[s], held_from[s], most[s + 1], most_from[s + 1], left)
+            if s == 0 and reached < layers:
+                return throughput
+            budgets[s] = budget
+            left -= budget
         budgets[n_stages - 1] = left
         throughput = share_at_budgets(cap, types, n_runs, stages, n_stages, stage, budgets, layers_of)
 
@@ -326,8 +321,8 @@ def improve_free(  # noqa: PLR0917 - compiled code takes arrays, not objects
     digits, place = np.zeros((max_codes, runs), np.int16), np.zeros(runs, np.int64)
     rows = max(max_codes, most_stages)
     work = (
-        np.zeros((rows, grid), np.int16), np.zeros(rows, np.int64),
-        np.zeros((rows, grid), np.int16), np.zeros(rows, np.int64),
+        np.zeros((rows, grid), np.float32), np.zeros(rows, np.int64),
+        np.zeros((rows, grid), np.float32), np.zeros(rows, np.int64),
     )  # fmt: skip
     stage = (np.zeros(runs, np.int16), np.zeros(runs))
     types, own = np.zeros(runs, np.int16), np.zeros(runs, np.int16)

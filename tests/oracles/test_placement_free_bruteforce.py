@@ -1,16 +1,19 @@
 """The free latency split against brute force: nodes to stages, cuts of the layers, cuts of the SLO."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coral_core.domain.placement import PlacementProblem, PlacementStatus
+from coral_core.domain.placement import PlacementStatus
 from coral_core.placement.free import FreePlacement
 from coral_core.placement.free_verify import verify_free_placement
 from coral_core.placement.lattice import LatticePlacement
+from coral_core.placement.problem import problem_arrays
+from tests.fakes.free_cases import free_problem
 
 
 def brute_force(problem):
@@ -37,38 +40,16 @@ def brute_force(problem):
     return best
 
 
-def monotone(values):
-    """Non-decreasing in the budget, non-increasing in the layers."""
-    return np.maximum.accumulate(np.maximum.accumulate(values[:, ::-1], axis=1)[:, ::-1], axis=0)
-
-
-def problem_from(rng, nodes, layers, grid, *, ties=False):
-    """Capacities over budgets that tend to grow in them; the published ones agree wherever S divides the grid."""
-    budgets, published = {}, {s: {} for s in range(1, len(nodes) + 1)}
-    for name in sorted(set(nodes)):
-        shape = (grid, layers)
-        noise = rng.integers(0, 4, shape) if ties else rng.random(shape) * 10
-        trend = rng.integers(0, 3) * np.arange(grid)[:, None] / grid * 5 + rng.integers(0, 3) * 5 / np.arange(
-            1, layers + 1
-        )
-        table = monotone(np.rint(noise + trend) if ties else noise + trend)
-        reach = np.sort(rng.integers(0, layers + 1, grid))  # how many layers fit at all, by budget
-        table[np.arange(layers) >= reach[:, None]] = 0
-        budgets[name] = table.astype(float)
-        for s, rows in published.items():
-            fresh = np.sort(rng.integers(0, 4, layers) if ties else rng.random(layers) * 12)[::-1]
-            rows[name] = table[grid // s - 1] if s > 1 and grid % s == 0 else fresh.astype(float)
-    return PlacementProblem(
-        layers=layers, nodes=tuple(nodes), capacity_tokens_per_s=published, budget_capacity_tokens_per_s=budgets
-    )
-
-
 @st.composite
 def problems(draw, max_nodes=4, max_layers=6):
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    nodes = draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=max_nodes))
-    grid = draw(st.sampled_from([1, 2, 3, 4, 6, 7]))
-    return problem_from(rng, nodes, draw(st.integers(1, max_layers)), grid, ties=draw(st.booleans()))
+    return free_problem(
+        np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
+        n=draw(st.integers(1, max_nodes)),
+        n_configs=draw(st.integers(1, 4)),
+        layers=draw(st.integers(1, max_layers)),
+        grid=draw(st.sampled_from([1, 2, 3, 4, 6, 7])),
+        ties=draw(st.booleans()),
+    )
 
 
 def check(problem):
@@ -95,7 +76,8 @@ def test_free_split_is_brute_force_on_larger_seeded_cases():
     rng = np.random.default_rng(3)
     better = 0
     for case in range(25):
-        problem = problem_from(rng, rng.choice(list("abcde"), 5), int(rng.integers(2, 8)), 6, ties=case % 2 == 0)
+        layers = int(rng.integers(2, 8))
+        problem = free_problem(rng, n=5, n_configs=5, layers=layers, grid=6, ties=case % 2 == 0)
         result = check(problem)
         better += result.throughput_tokens_per_s > LatticePlacement().solve(problem).throughput_tokens_per_s
     assert better > 5  # the cases do tell the two splits apart
@@ -111,12 +93,7 @@ def test_more_capacity_never_gives_less(problem, data):
         s: {k: v * factor if k == name else v for k, v in rows.items()}
         for s, rows in problem.capacity_tokens_per_s.items()
     }
-    richer = PlacementProblem(
-        layers=problem.layers,
-        nodes=problem.nodes,
-        capacity_tokens_per_s=published,
-        budget_capacity_tokens_per_s=budgets,
-    )
+    richer = replace(problem, capacity_tokens_per_s=published, budget_capacity_tokens_per_s=budgets)
     before, after = (FreePlacement().solve(p).throughput_tokens_per_s for p in (problem, richer))
     assert after >= before
 
@@ -126,6 +103,39 @@ def test_more_capacity_never_gives_less(problem, data):
 def test_free_split_is_brute_force_at_length():
     rng = np.random.default_rng(29)
     for case in range(1500):
-        nodes = rng.choice(list("abcdef"), int(rng.integers(1, 7)))
-        grid = int(rng.choice([2, 4, 6, 8, 12])) if len(nodes) < 5 else 6
-        check(problem_from(rng, nodes, int(rng.integers(1, 8)), grid, ties=case % 2 == 0))
+        n = int(rng.integers(1, 7))
+        grid = int(rng.choice([2, 4, 6, 8, 12])) if n < 5 else 6
+        layers = int(rng.integers(1, 8))
+        check(free_problem(rng, n=n, n_configs=5, layers=layers, grid=grid, ties=case % 2 == 0))
+
+
+def reaches(problem, throughput):
+    """Whether the recursion over budgets says that at least two stages reach `throughput`."""
+    from coral_core.placement import free_kernel as kernel
+
+    types, counts, _ = problem_arrays(problem)
+    budgets = np.stack([problem.budget_capacity_tokens_per_s[name] for name in types])
+    codes, runs, grid = int((counts + 1).prod()), len(types), budgets.shape[1]
+    digits, place = np.zeros((codes, runs), dtype=np.int16), np.zeros(runs, dtype=np.int64)
+    whole = kernel.fill_digits(counts, runs, digits, place)
+    numbers, firsts = np.zeros((2, codes, grid), dtype=np.float32), np.zeros((2, codes), dtype=np.int64)
+    work = (numbers[0], firsts[0], numbers[1], firsts[1])
+    stage = (np.zeros(runs, dtype=np.int16), np.zeros(runs))
+    order = np.arange(runs, dtype=np.int16)
+    stages = np.zeros(min(len(problem.nodes), problem.layers), dtype=np.int64)
+    return kernel.find_partition(budgets, throughput, order, digits, place, runs, whole, work, stage, stages) > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(max_nodes=4, max_layers=5))
+def test_a_throughput_is_reached_exactly_up_to_the_optimum_of_the_grid(problem):
+    grid = problem.budget_capacity_tokens_per_s[problem.nodes[0]].shape[0]
+    if grid == 1 or len(problem.nodes) == 1 or problem.layers == 1:
+        return
+    # Only pipelines on the grid: no single stage, no equal shares off the grid.
+    none = {s: dict.fromkeys(rows, np.zeros(problem.layers)) for s, rows in problem.capacity_tokens_per_s.items()}
+    best = brute_force(replace(problem, capacity_tokens_per_s=none))
+    for factor in (0.3, 0.9, 1.0):
+        assert reaches(problem, factor * best) or best == 0
+    for factor in (1 + 1e-9, 1.5):
+        assert not reaches(problem, max(factor * best, 1e-9))
