@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +42,8 @@ from tasks.executor import (
     outcome_of,
     quarantined,
 )
+
+_LOG: Final = logging.getLogger(__name__)
 
 LOCAL: Final = "local"
 MAX_NODE_LOSSES: Final = 5
@@ -151,6 +153,7 @@ def _connected(address: str, **settings: object) -> Iterator[None]:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **settings)
         except Exception as error:
             raise CoralError(f"Ray did not start or let us in: {error}", where=f"ray {address}") from error
+        _take_stdout_back()
         if main and callable(handler):
             signal.signal(signal.SIGTERM, handler)
         yield
@@ -158,6 +161,15 @@ def _connected(address: str, **settings: object) -> Iterator[None]:
         ray.shutdown()
         if main:
             signal.signal(signal.SIGTERM, handler)
+
+
+def _take_stdout_back() -> None:
+    """Ray tells of lost workers on stdout, where a command's answer goes, and has no switch for it: log that instead."""
+
+    def log(data: Mapping[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001, FBT001 - Ray's signature
+        _LOG.info("ray: %s", " ".join(data["lines"]))
+
+    importlib.import_module("ray._private.worker").__dict__["print_to_stdstream"] = log
 
 
 def _check_answers(address: str) -> None:

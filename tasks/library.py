@@ -173,8 +173,9 @@ class Build:
     @property
     def missing(self) -> list[int]:
         """Indices of the shards that have no data file and were not quarantined."""
-        present = {index for index, record in self._records.items() if record.status is ShardStatus.PRESENT}
-        return [index for index in range(len(self.shards)) if index not in present | self._quarantined]
+        over = {index for index, record in self._records.items() if record.status is ShardStatus.PRESENT}
+        over |= self._quarantined
+        return [index for index in range(len(self.shards)) if index not in over]
 
     @property
     def records(self) -> list[ShardRecord]:
@@ -204,8 +205,9 @@ class Build:
 
         Never raises for a shard's own failure. Shards whose worker died have had their further tries already.
         """
+        chosen = set(range(len(self.shards)) if indices is None else indices)
         for _ in range(1 + SHARD_RETRIES):
-            todo = [index for index in self.missing if indices is None or index in set(indices)]
+            todo = [index for index in self.missing if index in chosen]
             if not todo:
                 return
             shards = [self.shards[index] for index in todo]

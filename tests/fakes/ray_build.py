@@ -85,8 +85,8 @@ def small_spec(**changes) -> BuildSpec:
     return BuildSpec(**{"library": "lib", "configs": CONFIGS, "models": builds, "n_max": 3, "rho": 40.0} | changes)
 
 
-def slow_build(store_url: str, pause_s: float) -> None:
-    """Build the small library on Ray, each shard taking `pause_s` longer; for tests that interrupt it."""
+def slow_down(pause_s: float) -> None:
+    """From now on each shard takes `pause_s` longer, for tests that interrupt a build."""
     solve = solve_shard.solve_shard
 
     def slow(spec, store_url):
@@ -95,12 +95,26 @@ def slow_build(store_url: str, pause_s: float) -> None:
         return record
 
     library.solve_shard = slow
+
+
+def slow_build(store_url: str, pause_s: float) -> None:
+    """Build the small library on Ray, slowly; says how many shards are done and reused."""
+    slow_down(pause_s)
     spec = small_spec(method="ilp", combinations_per_ilp_shard=4)
     say = partial(print, flush=True)
     manifest = build_library(
         spec, open_store(store_url), RayExecutor(workers=2), on_progress=lambda p: say(p.done, p.reused)
     )
     say("committed", manifest.version)
+
+
+def slow_flow(store_url: str, pause_s: float) -> None:
+    """Run the flow `build-library` on Ray, slowly."""
+    from flows.build_library import build_library
+    from flows.parameters import BuildLibraryParameters
+
+    slow_down(pause_s)
+    build_library(BuildLibraryParameters(store=store_url, executor="ray", workers=1))
 
 
 def solve_or_die(spec, store_url):

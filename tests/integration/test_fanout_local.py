@@ -65,12 +65,12 @@ def script(tmp_path, bare_environment):
 
 
 def test_a_run_prints_nothing_of_its_own_and_leaves_nothing(script, bare_environment):
-    process = script("double", "double", "double")
+    process = script("double", "die", "double")  # Ray would tell of the lost worker on stdout
     first = process.stdout.readline()
     started = descendants(process.pid)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
-    assert sorted([first.strip(), *out.splitlines()]) == ["0 0", "1 2", "2 4"]
+    assert sorted([first.strip(), *out.splitlines()]) == ["0 0", "1 None", "2 4"]
     assert started
     assert survivors(started, within_s=10) == []
     assert list(script.folder.iterdir()) == []

@@ -13,10 +13,11 @@ import warnings
 
 import pytest
 
-from artifacts.library import open_library
+from artifacts.library import newest_version, open_library
 from artifacts.plans import PLAN, read_plan
 from artifacts.store import open_store
 from coral_core.errors import DataGapError, InputError
+from tests.fakes.ray_processes import AGENTS, descendants, survivors
 
 pytestmark = [
     pytest.mark.servers,
@@ -116,6 +117,29 @@ def test_a_build_whose_shards_fail_is_a_failed_run_that_shows_them(server, store
     assert run.state.is_failed()
     assert "no licence" in run.state.message
     assert {row["error"] for row in json.loads(artifact("library-tiny-failures").data)} >= {"phi-4: no licence"}
+
+
+def test_a_flow_killed_in_the_middle_is_finished_by_another_run(server, store):
+    from flows.build_library import watched_by
+
+    script = "import sys; from tests.fakes.ray_build import slow_flow; slow_flow(sys.argv[1], 0.7)"
+    flow = subprocess.Popen([sys.executable, "-c", script, store.url], env=os.environ | {"PREFECT_API_URL": server})
+    children = []
+    try:
+        end = time.monotonic() + 90
+        while len(store.list_keys("libraries/tiny/data")) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        children = descendants(flow.pid)
+    finally:
+        flow.kill()
+        flow.wait()
+    assert set(survivors(children, within_s=5)) <= AGENTS
+    assert newest_version(store, "tiny") == 0
+    seen = []
+    with watched_by(seen.append):
+        assert build(store) == 1
+    assert 2 <= seen[0].reused < seen[0].total
+    assert (seen[-1].done, seen[-1].failed) == (seen[-1].total, 0)
 
 
 def test_an_unknown_scenario_is_a_failed_run_with_one_line(server, store):
