@@ -41,7 +41,7 @@ def show(
 ) -> None:
     """Show a catalogue's configurations, their hardware and what they cost where ('-': not sold or not known)."""
     from coral_core.catalog import load_catalog
-    from coral_core.config.resolve import look_up
+    from coral_core.config.availability import look_up
 
     catalog = load_catalog(name)
     if region is not None:
