@@ -22,7 +22,7 @@ ADAPTERS = {
     "gurobipy": ["coral_core/solver/gurobi.py"],
     "highspy": ["coral_core/solver/highs.py"],
     "jinja2": ["coral_core/report/*"],
-    "numba": ["coral_core/placement/*", "coral_core/allocation/*"],
+    "numba": ["coral_core/placement/*", "coral_core/allocation/*", "coral_core/sim/*"],
     "obstore": ["artifacts/store.py"],
     "pandas": ["coral_core/report/*"],
     "prefect": ["flows/*", "tasks/*", "artifacts/prefect_ui.py"],
