@@ -157,10 +157,11 @@ def recorded_problem(decision: Mapping[str, Any], snapshot: LibrarySnapshot) -> 
     columns = template_columns(scenario_templates(resolved, snapshot), decision["configs"])
     running = [Running(**item) for item in decision["running"]]
     recorded = [[np.nan if price is None else price for price in row] for row in decision["price_usd_per_h"]]
+    available = np.array(decision["available"], dtype=np.int64)
     return replace(
-        allocation_problem(resolved, columns, running),
+        allocation_problem(resolved, columns, running, available=available),
         price_usd_per_h=np.array(recorded, dtype=np.float64),
-        available=np.array(decision["available"], dtype=np.int64),
+        available=available,
     )
 
 

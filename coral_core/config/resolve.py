@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coral_core.catalog import load_catalog, load_models
-from coral_core.config.scenario import Ample, Constant, InstanceLimits, LengthsSpec, ModelSpec, Scenario, TraceSpec
+from coral_core.allocation.policies import policy
+from coral_core.catalog import load_catalog, load_gpus, load_models
+from coral_core.config.availability import look_up, supply
+from coral_core.config.scenario import (
+    Ample,
+    InstanceLimits,
+    LengthsSpec,
+    ModelSpec,
+    OwnConfig,
+    Scenario,
+    TraceSpec,
+)
 from coral_core.domain.allocation import (
     AllocationOptions,
     AllocationProblem,
@@ -19,13 +28,12 @@ from coral_core.domain.allocation import (
     Running,
     TemplateColumns,
 )
-from coral_core.domain.hardware import Catalog, Market, NodeConfig
+from coral_core.domain.hardware import Catalog, Market, NodeConfig, Price
 from coral_core.domain.models import ModelShape
 from coral_core.domain.workload import Demand, Lengths, Phase, Slo
-from coral_core.errors import DataGapError, InputError, unknown_name
+from coral_core.errors import DataGapError, InputError
+from coral_core.units import GBIT_PER_S
 from coral_core.workload import length_statistics, named_lengths, read_trace
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +59,7 @@ class ResolvedScenario:
 
 def resolve_scenario(scenario: Scenario, *, user_models: Path | None = None) -> ResolvedScenario:
     """Look up catalogue, configurations, models and lengths; InputError names the unknown one and its place."""
-    catalog = load_catalog(scenario.catalog)
+    catalog = _with_own_configs(load_catalog(scenario.catalog), scenario.own_configs)
     names = scenario.configs or tuple(sorted(catalog.configs))
     configs = tuple(
         look_up(catalog.configs, name, "configuration", f"configs[{i}]", catalog.name) for i, name in enumerate(names)
@@ -64,25 +72,31 @@ def resolve_scenario(scenario: Scenario, *, user_models: Path | None = None) -> 
 
 
 def allocation_problem(
-    resolved: ResolvedScenario, templates: TemplateColumns, running: Iterable[Running] = ()
+    resolved: ResolvedScenario,
+    templates: TemplateColumns,
+    running: Iterable[Running] = (),
+    *,
+    available: NDArray[np.int64] | None = None,
 ) -> AllocationProblem:
     """The allocation problem of a scenario over given templates (`templates.nodes` in the order of its configs).
 
-    A pair of region and configuration without a price is not sold there: price NaN, availability 0.
+    `available` (R, C) replaces the scenario's own supply in its first epoch (`available_nodes`). A pair of region and
+    configuration without a price is not sold there: price NaN, availability 0.
     """
     scenario = resolved.scenario
-    price = _prices(resolved)
-    available = np.where(np.isnan(price), 0, _availability(resolved))
-    if not available.any():
+    price = on_demand_prices(resolved)
+    if np.isnan(price).all():
         raise DataGapError(
             f"none of the configurations is sold in {', '.join(scenario.regions)}",
             where=f"scenario {scenario.name}",
             fix="choose other regions or configurations; see `coral catalog show`",
         )
+    if available is None:
+        available = available_nodes(resolved, templates)[0]
     return AllocationProblem(
         regions=scenario.regions,
         configs=tuple(config.name for config in resolved.configs),
-        available=available,
+        available=np.where(np.isnan(price), 0, available),
         price_usd_per_h=price,
         templates=templates,
         demand=tuple(row for model in resolved.models for row in demand_rows(model)),
@@ -95,6 +109,28 @@ def allocation_problem(
             solver=scenario.allocation.solver,
         ),
     )
+
+
+def available_nodes(resolved: ResolvedScenario, templates: TemplateColumns) -> NDArray[np.int64]:
+    """The scenario's supply, (epochs, R, C). Where it is scaled to an ample plan, that plan is made from `templates`."""
+    return supply(
+        resolved.scenario.availability,
+        regions=resolved.scenario.regions,
+        configs=resolved.configs,
+        sold=~np.isnan(on_demand_prices(resolved)),
+        epochs=resolved.scenario.epochs,
+        ample_memory_bytes=lambda: ample_plan_memory_bytes(resolved, templates),
+    )
+
+
+def ample_plan_memory_bytes(resolved: ResolvedScenario, templates: TemplateColumns) -> float:
+    """GPU memory of all nodes that policy `coral_paper` rents where there is no scarcity."""
+    shape = (len(resolved.scenario.regions), len(resolved.configs))
+    problem = allocation_problem(resolved, templates, available=np.full(shape, Ample().nodes, dtype=np.int64))
+    instances = policy("coral_paper").solve(problem).instances
+    nodes = dict(zip(templates.ids, templates.nodes, strict=True))
+    memory_bytes = np.array([float(config.memory_bytes) for config in resolved.configs])
+    return float(sum(item.count * (nodes[item.template] @ memory_bytes) for item in instances))
 
 
 def demand_rows(model: ResolvedModel) -> list[DemandRow]:
@@ -119,6 +155,34 @@ def demand_rows(model: ResolvedModel) -> list[DemandRow]:
             )
         )
     return rows
+
+
+def _with_own_configs(catalog: Catalog, own: Mapping[str, OwnConfig]) -> Catalog:
+    """The catalogue and the scenario's own configurations beside it."""
+    configs, prices = dict(catalog.configs), dict(catalog.prices)
+    for name, spec in own.items():
+        where = f"own_configs.{name}"
+        if name in catalog.configs:
+            raise InputError(f"catalogue {catalog.name} has a {name!r} already", where=where, fix="use another name")
+        configs[name] = NodeConfig(
+            name=name,
+            gpu=look_up(load_gpus(), spec.gpu, "GPU", f"{where}.gpu", "the catalogue"),
+            gpu_count=spec.gpu_count,
+            nic_bytes_per_s=spec.nic_gbit_per_s * GBIT_PER_S,
+            cloud="own",
+            source=spec.source,
+            as_of=spec.as_of,
+        )
+        for region, usd_per_h in spec.price_usd_per_h.items():
+            prices[region, name, Market.ON_DEMAND] = Price(
+                config=name,
+                region=region,
+                market=Market.ON_DEMAND,
+                price_usd_per_h=usd_per_h,
+                source=spec.source,
+                as_of=spec.as_of,
+            )
+    return replace(catalog, configs=configs, prices=prices)
 
 
 def _resolve_model(spec: ModelSpec, shapes: Mapping[str, ModelShape], where: str) -> ResolvedModel:
@@ -161,7 +225,7 @@ def _lengths(spec: ModelSpec, where: str) -> tuple[Lengths, float]:
         raise InputError(error.what, where=where, fix=error.fix) from None
 
 
-def _prices(resolved: ResolvedScenario) -> NDArray[np.float64]:
+def on_demand_prices(resolved: ResolvedScenario) -> NDArray[np.float64]:
     """(R, C) on-demand prices, NaN where not sold."""
     offers = resolved.catalog.prices
     rows = []
@@ -169,31 +233,3 @@ def _prices(resolved: ResolvedScenario) -> NDArray[np.float64]:
         found = [offers.get((region, config.name, Market.ON_DEMAND)) for config in resolved.configs]
         rows.append([np.nan if price is None else price.price_usd_per_h for price in found])
     return np.array(rows, dtype=np.float64)
-
-
-def _availability(resolved: ResolvedScenario) -> NDArray[np.int64]:
-    spec = resolved.scenario.availability
-    shape = (len(resolved.scenario.regions), len(resolved.configs))
-    if isinstance(spec, Ample):
-        return np.full(shape, spec.nodes, dtype=np.int64)
-    return _constant(spec, resolved.scenario.regions, [config.name for config in resolved.configs], shape)
-
-
-def _constant(
-    spec: Constant, regions: Sequence[str], configs: Sequence[str], shape: tuple[int, int]
-) -> NDArray[np.int64]:
-    nodes = np.zeros(shape, dtype=np.int64)
-    for region, counts in spec.nodes.items():
-        where = f"availability.nodes.{region}"
-        look_up(dict.fromkeys(regions), region, "region", where, "the scenario")
-        for config, count in counts.items():
-            look_up(dict.fromkeys(configs), config, "configuration", f"{where}.{config}", "the scenario")
-            nodes[regions.index(region), configs.index(config)] = count
-    return nodes
-
-
-def look_up(known: Mapping[str, T], name: str, what: str, where: str, place: str) -> T:
-    """`known[name]`, or an InputError at `where` that suggests the nearest name."""
-    if name not in known:
-        raise unknown_name(f"{what} in {place}", name, known, where=where)
-    return known[name]

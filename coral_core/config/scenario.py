@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,6 +16,7 @@ from coral_core.errors import unknown_name
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)]
+PolicyName = Literal["coral", "coral_paper", "homo_joint", "homo", "cauchy", "helix"]
 
 
 class _Strict(BaseModel):
@@ -92,11 +94,30 @@ class LibrarySpec(_Strict):
     ilp_time_limit_s: Positive = Field(default=60.0, le=86_400)
 
 
+class LayerTimesNode(_Strict):
+    """Which rows of a layer time table stand for a configuration, and the most layers a fixed pool gives it."""
+
+    node: str = Field(min_length=1, description="the table's name for this node")
+    max_layers: int = Field(ge=1, le=10_000)
+
+
+class LayerTimesSpec(_Strict):
+    """Measured times of one layer by batch, instead of estimates; one model, prefill and decode."""
+
+    table: Path = Field(description="CSV; relative to the folder that CORAL_REFERENCE_DATA names")
+    model: str = Field(min_length=1, description="the table's name for the model")
+    nodes: dict[str, LayerTimesNode] = Field(min_length=1, description="by configuration")
+    kv_memory_frac: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="share of the memory left by weights that a fixed pool plans to fill with KV cache"
+    )
+
+
 class CapacitySpec(_Strict):
     """Assumptions behind the stage capacities."""
 
     max_utilization_frac: dict[Phase, Annotated[float, Field(gt=0, le=1)]] = Field(default_factory=dict)
     allow_estimates: bool = Field(default=True, description="use configurations without a measured profile")
+    layer_times: LayerTimesSpec | None = Field(default=None, description="default: the analytic estimates")
 
 
 class Ample(_Strict):
@@ -111,6 +132,66 @@ class Constant(_Strict):
 
     kind: Literal["constant"]
     nodes: dict[str, dict[str, Annotated[int, Field(ge=0, le=1_000_000)]]]
+
+
+class AvailabilityTrace(_Strict):
+    """Nodes over time from a CSV file `start_s,region,config,nodes`; relative to the scenario file.
+
+    A row holds from its second on until the next of its region and configuration; before the first there are 0.
+    """
+
+    kind: Literal["trace"]
+    file: Path
+
+
+class RandomWalk(_Strict):
+    """Nodes per region and configuration wander from epoch to epoch; seeded, so the same scenario has the same supply.
+
+    The logarithm of each supply is a mean-reverting walk: x' = (1 - reversion_frac) x + step_log N(0, 1). Memory is shared
+    out in proportion to gpu_weight e^x over all regions and configurations sold, and scaled so that its mean over the
+    epochs is the size wished; whole nodes then, never more than that. One of the two sizes is given.
+    """
+
+    kind: Literal["random_walk"]
+    seed: int = Field(ge=0, le=2**63 - 1)
+    step_log: NonNegative = Field(default=0.3, le=3, description="standard deviation of a step of log nodes")
+    reversion_frac: Annotated[float, Field(ge=0, le=1)] = 0.2
+    gpu_weights: dict[str, Positive] = Field(default_factory=dict, description="by GPU type; default 1 each")
+    memory_gib: Positive | None = Field(default=None, le=1e9, description="total GPU memory, mean over the epochs")
+    memory_frac_of_ample: Positive | None = Field(
+        default=None, le=1000, description="the same as a multiple of what the `coral_paper` plan holds at ample supply"
+    )
+
+    @model_validator(mode="after")
+    def _one_size(self) -> RandomWalk:
+        if (self.memory_gib is None) == (self.memory_frac_of_ample is None):
+            raise ValueError("give either memory_gib or memory_frac_of_ample")
+        return self
+
+
+class EpochsSpec(_Strict):
+    """How often an evaluation plans anew; a single plan is made for the first epoch."""
+
+    count: int = Field(default=1, ge=1, le=10_000)
+    duration_s: Positive = Field(default=360.0, le=604_800)
+
+
+class WorkloadSpec(_Strict):
+    """How an evaluation makes requests; lengths and rates are the models' own."""
+
+    burstiness: NonNegative = Field(default=1.0, le=1000, description="CV of the gaps between arrivals; 1 is Poisson")
+    cv_tokens: NonNegative = Field(default=1.0, le=1000, description="CV of lengths of which only means are given")
+
+
+class OwnConfig(_Strict):
+    """A node configuration that the catalogue lacks."""
+
+    gpu: str = Field(description="a GPU type of the catalogue")
+    gpu_count: int = Field(ge=1, le=1024)
+    nic_gbit_per_s: Positive = Field(le=1e6, description="sustained, per direction")
+    price_usd_per_h: dict[str, Positive] = Field(min_length=1, description="on demand, by region")
+    source: str = Field(min_length=1, description="where price and NIC come from")
+    as_of: date
 
 
 class AllocationSpec(_Strict):
@@ -136,12 +217,21 @@ class Scenario(_Strict):
     description: str = ""
     catalog: str = Field(description="a catalogue name, see `coral catalog list`")
     configs: tuple[str, ...] | None = Field(default=None, description="default: all of the catalogue's")
+    own_configs: dict[str, OwnConfig] = Field(default_factory=dict, description="added to the catalogue, by name")
     regions: tuple[str, ...] = Field(min_length=1)
     models: tuple[ModelSpec, ...] = Field(min_length=1)
     library: LibrarySpec = LibrarySpec()
     capacity: CapacitySpec = CapacitySpec()
-    availability: Annotated[Ample | Constant, Field(discriminator="kind")] = Ample()
+    availability: Annotated[Ample | Constant | AvailabilityTrace | RandomWalk, Field(discriminator="kind")] = Ample()
     allocation: AllocationSpec = AllocationSpec()
+    epochs: EpochsSpec = EpochsSpec()
+    workload: WorkloadSpec = WorkloadSpec()
+    policies: tuple[PolicyName, ...] = Field(
+        default=("coral", "coral_paper", "homo_joint", "homo", "cauchy"), min_length=1, description="to evaluate"
+    )
+    seeds: tuple[Annotated[int, Field(ge=0, le=2**63 - 1)], ...] = Field(
+        default=(0,), min_length=1, description="of an evaluation's requests"
+    )
 
     @model_validator(mode="after")
     def _distinct(self) -> Scenario:
@@ -149,6 +239,8 @@ class Scenario(_Strict):
             ("model", [spec.model for spec in self.models]),
             ("region", list(self.regions)),
             ("configuration", list(self.configs or ())),
+            ("policy", [str(name) for name in self.policies]),
+            ("seed", [str(seed) for seed in self.seeds]),
         ):
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
@@ -184,11 +276,14 @@ def scenario_text(name: str) -> str:
 
 
 def _relative_to(scenario: Scenario, folder: Path) -> Scenario:
-    """Trace paths made independent of the working folder."""
+    """Paths of traces made independent of the working folder."""
     models = tuple(
         spec.model_copy(update={"lengths": spec.lengths.model_copy(update={"trace": folder / spec.lengths.trace})})
         if isinstance(spec.lengths, TraceSpec)
         else spec
         for spec in scenario.models
     )
-    return scenario.model_copy(update={"models": models})
+    supply = scenario.availability
+    if isinstance(supply, AvailabilityTrace):
+        supply = supply.model_copy(update={"file": folder / supply.file})
+    return scenario.model_copy(update={"models": models, "availability": supply})

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from coral_core.config.scenario import Scenario, load_scenario, scenario_names, scenario_text
+from coral_core.allocation.policies import POLICIES
+from coral_core.config.scenario import PolicyName, Scenario, load_scenario, scenario_names, scenario_text
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
 
@@ -90,3 +93,64 @@ def test_a_cap_below_its_floor_is_refused():
 def test_churn_is_start_up_over_interval():
     spec = load_scenario("tiny").allocation
     assert spec.churn_k == spec.startup_s / spec.interval_s
+
+
+def test_the_named_policies_are_those_of_the_registry():
+    assert set(get_args(PolicyName)) == {*POLICIES, "helix"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("policies", ["coral", "coral"], "policy 'coral' is given twice"),
+        ("policies", ["corall"], "policies"),
+        ("seeds", [1, 1], "seed '1' is given twice"),
+        ("seeds", [-1], "seeds"),
+        ("epochs", {"count": 0}, "count"),
+        ("workload", {"burstiness": float("nan")}, "burstiness"),
+        ("availability", {"kind": "random_walk", "seed": 1, "memory_gib": 0}, "memory_gib"),
+    ],
+)
+def test_settings_of_an_evaluation_are_checked(key, value, words):
+    data = {**load_scenario("tiny").model_dump(), key: value}
+    with pytest.raises(ValueError, match=words):
+        Scenario.model_validate(data)
+
+
+def test_a_supply_trace_is_relative_to_the_scenario_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(scenario_text("tiny") + "availability: {kind: trace, file: supply.csv}\n")
+    assert load_scenario(str(path)).availability.file == tmp_path / "supply.csv"
+
+
+SKEWED = {
+    "large-heavy-core": ("paper-core", {"qwen3-32b"}),
+    "small-heavy-core": ("paper-core", {"phi-4"}),
+    "large-heavy-extended": ("paper-extended", {"gpt-oss-120b", "qwen3-235b"}),
+    "small-heavy-extended": ("paper-extended", {"phi-4", "gpt-oss-20b"}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SKEWED))
+def test_a_skewed_scenario_moves_rates_only_and_gives_80_percent_to_a_third_of_the_models(name):
+    base, heavy = SKEWED[name]
+    skewed, plain = load_scenario(name), load_scenario(base)
+    total = sum(model.requests_per_s for model in plain.models)
+    assert sum(model.requests_per_s for model in skewed.models) == pytest.approx(total)
+    assert sum(model.requests_per_s for model in skewed.models if model.model in heavy) == pytest.approx(0.8 * total)
+    assert len(heavy) * 3 == len(plain.models)
+    for own, other in zip(skewed.models, plain.models, strict=True):
+        assert own.model_copy(update={"requests_per_s": other.requests_per_s}) == other
+    assert (skewed.library_name, skewed.regions, skewed.catalog) == (base, plain.regions, plain.catalog)
+
+
+@pytest.mark.parametrize(("name", "factor"), [("paper-core", 1.25), ("paper-extended", 1.75)])
+def test_a_scarce_scenario_differs_from_the_ample_one_in_supply_only(name, factor):
+    scarce, ample = load_scenario(f"{name}-scarce"), load_scenario(name)
+    assert scarce.availability.memory_frac_of_ample == factor
+    assert (scarce.models, scarce.regions, scarce.catalog, scarce.library_name) == (
+        ample.models,
+        ample.regions,
+        ample.catalog,
+        ample.library_name,
+    )

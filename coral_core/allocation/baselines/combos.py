@@ -67,7 +67,7 @@ def candidate_combos(problem: AllocationProblem, coverage: Coverage, *, keep: in
         region=np.array([r for _, r, _ in found], dtype=np.int64),
         replicas=replicas,
         served_frac=np.array([float(one.served_frac[0]) for _, _, one in found]),
-        price_usd_per_h=np.array([float(one.price[0]) for _, _, one in found]),
+        price_usd_per_h=np.array([float(one.price_usd_per_h[0]) for _, _, one in found]),
         considered=considered,
     )
 
@@ -79,14 +79,14 @@ class _Ranked:
     members: Ints
     numbers: Ints
     served_frac: Floats
-    price: Floats
+    price_usd_per_h: Floats
 
     def take(self, index: Ints) -> _Ranked:
         return _Ranked(
             members=self.members[index],
             numbers=self.numbers[index],
             served_frac=self.served_frac[index],
-            price=self.price[index],
+            price_usd_per_h=self.price_usd_per_h[index],
         )
 
 
@@ -109,7 +109,7 @@ def _rank(problem: AllocationProblem, coverage: Coverage, rows: list[int], regio
     with np.errstate(divide="ignore"):
         tokens_per_usd = served / total
     order = np.lexsort((np.arange(len(total)), total, -tokens_per_usd))
-    return _Ranked(members=members, numbers=numbers, served_frac=served, price=total).take(order)
+    return _Ranked(members=members, numbers=numbers, served_frac=served, price_usd_per_h=total).take(order)
 
 
 def _members(coverage: Coverage, problem: AllocationProblem, row: int) -> tuple[Ints, Floats]:
