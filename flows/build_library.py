@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
@@ -51,7 +52,11 @@ def build_library(params: BuildLibraryParameters = BuildLibraryParameters()) -> 
     settings = load_settings()
     store = open_store(params.store or settings.store_url)
     resolved = resolve_scenario(load_scenario(params.scenario), user_models=settings.models)
-    spec = build_spec_from_scenario(resolved, method=None if params.method == "scenario" else params.method)
+    spec = replace(
+        build_spec_from_scenario(resolved, method=None if params.method == "scenario" else params.method),
+        combinations_per_ilp_shard=params.combinations_per_ilp_shard,
+        lattice_parts=params.lattice_parts,
+    )
     executor = choose_executor(
         params.executor, ray_address=params.ray_address or settings.ray_address, workers=params.workers
     )

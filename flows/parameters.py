@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from coral_core.config.scenario import scenario_names
+from tasks.library import ILP_COMBINATIONS_PER_SHARD
 
 ScenarioName = Annotated[
     str,
@@ -50,6 +51,18 @@ class BuildLibraryParameters(_Parameters):
     )
     workers: int | None = Field(
         default=None, ge=1, le=4096, description="CPUs of a local Ray. Default: all of the machine's."
+    )
+    combinations_per_ilp_shard: int = Field(
+        default=ILP_COMBINATIONS_PER_SHARD,
+        ge=1,
+        le=10_000,
+        description="Method ilp: node combinations per shard. Fewer spread better over a cluster, and are more files.",
+    )
+    lattice_parts: int = Field(
+        default=1,
+        ge=1,
+        le=1_000,
+        description="Method lattice: shards per model and phase. More than 1 pays only with more CPUs than those.",
     )
     allow_partial: bool = Field(
         default=False,

@@ -133,6 +133,7 @@ def ray_session(address: str = LOCAL, *, workers: int | None = None) -> Iterator
             yield
     else:
         _check_answers(address)
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # 20 by default: a quarter of an hour at a wrong port
         with _connected(address):
             yield
 

@@ -99,8 +99,9 @@ def test_a_build_is_shown_while_it_runs_and_when_it_is_done(server, store):
 
 
 def test_a_second_build_reuses_all_and_starts_no_executor(server, store):
-    assert build(store) == 1
-    assert build(store, executor="ray", ray_address="127.0.0.1:9") == 2
+    assert build(store, lattice_parts=2) == 1
+    assert build(store, lattice_parts=2, executor="ray", ray_address="127.0.0.1:9") == 2
+    assert open_library(store, "tiny").manifest.shards_expected == 12
     assert open_library(store, "tiny", 1).manifest.shards == open_library(store, "tiny", 2).manifest.shards
 
 
