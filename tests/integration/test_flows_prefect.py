@@ -124,7 +124,8 @@ def test_a_flow_killed_in_the_middle_is_finished_by_another_run(server, store):
     from flows.build_library import watched_by
 
     script = "import sys; from tests.fakes.ray_build import slow_flow; slow_flow(sys.argv[1], 0.7)"
-    flow = subprocess.Popen([sys.executable, "-c", script, store.url], env=os.environ | {"PREFECT_API_URL": server})
+    environment = os.environ | {"PREFECT_API_URL": server, "TMPDIR": os.environ["RAY_TMPDIR"]}
+    flow = subprocess.Popen([sys.executable, "-c", script, store.url], env=environment)
     children = []
     try:
         end = time.monotonic() + 90
