@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, Final, Self
 
@@ -105,6 +106,53 @@ class _Embedded(BaseModel):
     statistics: Mapping[str, float]
 
 
+class ShardWriter:
+    """The data file of one shard in the making: rows come piece by piece, and only their compressed form is held."""
+
+    def __init__(self, shard: ShardKey) -> None:
+        self._shard = shard
+        self._rows = 0
+        self._sink = io.BytesIO()  # an output stream on a store would publish half a file when it fails
+        self._file = pq.ParquetWriter(self._sink, TEMPLATE_SCHEMA, compression="zstd")
+
+    def add(self, table: pa.Table) -> None:
+        """Append rows. Raises StoreError for another schema, ValueError for rows that are not of this shard."""
+        require_template_schema(table.schema, where=str(self._shard))
+        stranger = _stranger(self._shard, table)
+        if stranger:
+            raise ValueError(f"rows of {stranger} in the shard {self._shard}")
+        self._file.write_table(table.replace_schema_metadata(None))
+        self._rows += table.num_rows
+
+    def store(
+        self, store: Store, library: str, *, statistics: Mapping[str, float] | None = None, attempts: int = 1
+    ) -> ShardRecord:
+        """Store the rows under the hash of the shard's inputs and say what was stored; nothing can be added then.
+
+        Where an object of that name exists it is verified and its record returned instead: equal inputs have equal
+        results. Raises StoreError where that one is damaged or foreign.
+        """
+        embedded = _Embedded(
+            schema_version=SCHEMA_VERSION,
+            shard=self._shard,
+            rows=self._rows,
+            attempts=attempts,
+            statistics=dict(statistics or {}),
+        )
+        self._file.add_key_value_metadata({_METADATA_KEY: canonical_json(embedded.model_dump())})
+        self._file.close()
+        data = self._sink.getvalue()
+        key = self._shard.key(library)
+        try:
+            store.put_if_absent(key, data)
+        except StoreConflictError:
+            existing = find_shard(store, library, self._shard)
+            if existing is None:
+                raise  # deleted between the two calls: someone tidies up here, do not fight over it
+            return existing
+        return _record(embedded, key, data)
+
+
 def write_shard(
     store: Store,
     library: str,
@@ -114,32 +162,10 @@ def write_shard(
     statistics: Mapping[str, float] | None = None,
     attempts: int = 1,
 ) -> ShardRecord:
-    """Store the rows of a shard under its inputs' hash and say what was stored.
-
-    Where an object of that name exists it is verified and its record returned instead: equal inputs have equal
-    results. Raises StoreError where that one is damaged or foreign, ValueError for rows that are not of this shard.
-    """
-    require_template_schema(table.schema, where=str(shard))
-    stranger = _stranger(shard, table)
-    if stranger:
-        raise ValueError(f"rows of {stranger} in the shard {shard}")
-    embedded = _Embedded(
-        schema_version=SCHEMA_VERSION,
-        shard=shard,
-        rows=table.num_rows,
-        attempts=attempts,
-        statistics=dict(statistics or {}),
-    )
-    data = _serialised(table, embedded)
-    key = shard.key(library)
-    try:
-        store.put_if_absent(key, data)
-    except StoreConflictError:
-        existing = find_shard(store, library, shard)
-        if existing is None:
-            raise  # deleted between the two calls: someone tidies up here, do not fight over it
-        return existing
-    return _record(embedded, key, data)
+    """Store all rows of a shard at once; see `ShardWriter`."""
+    writer = ShardWriter(shard)
+    writer.add(table)
+    return writer.store(store, library, statistics=statistics, attempts=attempts)
 
 
 def find_shard(store: Store, library: str, shard: ShardKey) -> ShardRecord | None:
@@ -152,12 +178,13 @@ def find_shard(store: Store, library: str, shard: ShardKey) -> ShardRecord | Non
     if data is None:
         return None
     where = store.url_of(key)
-    embedded, table = _parsed(data, where=where, columns=None)
+    embedded, tables = _parsed(data, where=where, columns=None)
     if embedded.shard != shard:
         raise StoreError(f"holds the shard {embedded.shard}, not {shard}", where=where, fix=_DAMAGED)
-    stranger = _stranger(shard, table)
-    if stranger:
-        raise StoreError(f"holds rows of {stranger}", where=where, fix=_DAMAGED)
+    for table in tables:
+        stranger = _stranger(shard, table)
+        if stranger:
+            raise StoreError(f"holds rows of {stranger}", where=where, fix=_DAMAGED)
     return _record(embedded, key, data)
 
 
@@ -179,7 +206,8 @@ def read_shard(store: Store, record: ShardRecord, *, columns: Sequence[str] | No
         raise StoreError(
             f"not the {record.bytes} bytes that the manifest names (it has {len(data)})", where=where, fix=_DAMAGED
         )
-    embedded, table = _parsed(data, where=where, columns=columns)
+    embedded, tables = _parsed(data, where=where, columns=columns)
+    table = pa.concat_tables(tables)
     if embedded.shard != record.shard or table.num_rows != record.rows:
         raise StoreError(
             f"holds {table.num_rows} rows of {embedded.shard}, not {record.rows} of {record.shard}", where=where
@@ -200,34 +228,41 @@ def _record(embedded: _Embedded, key: str, data: bytes) -> ShardRecord:
     )
 
 
-def _serialised(table: pa.Table, embedded: _Embedded) -> bytes:
-    """The Parquet file in memory: an output stream on a store would publish half a file when it fails."""
-    sink = io.BytesIO()
-    metadata = {_METADATA_KEY: canonical_json(embedded.model_dump())}
-    pq.write_table(table.replace_schema_metadata(metadata), sink, compression="zstd")
-    return sink.getvalue()
+def _parsed(data: bytes, *, where: str, columns: Sequence[str] | None) -> tuple[_Embedded, Iterator[pa.Table]]:
+    """What the file says of itself, and its rows, a row group at a time; StoreError unless both are whole and of this version.
 
-
-def _parsed(data: bytes, *, where: str, columns: Sequence[str] | None) -> tuple[_Embedded, pa.Table]:
-    """What the file says of itself, and its rows; StoreError unless both are whole and of this version."""
-    try:
+    The rows are read, and errors in them raised, as the iterator goes on.
+    """
+    with _damage_named(where):
         file = pq.ParquetFile(io.BytesIO(data))
-        schema = file.schema_arrow
-        embedded = _Embedded.model_validate_json((schema.metadata or {})[_METADATA_KEY])
-        require_template_schema(schema, where=where)
-        table = file.read(columns=None if columns is None else list(columns)).replace_schema_metadata(None)
+        embedded = _Embedded.model_validate_json((file.metadata.metadata or {})[_METADATA_KEY])
+        require_template_schema(file.schema_arrow, where=where)
+    if embedded.schema_version != SCHEMA_VERSION or file.metadata.num_rows != embedded.rows:
+        raise StoreError(
+            f"schema version {embedded.schema_version} with {file.metadata.num_rows} of {embedded.rows} rows",
+            where=where,
+            fix=_DAMAGED,
+        )
+    return embedded, _row_groups(file, where, TEMPLATE_SCHEMA.names if columns is None else list(columns))
+
+
+def _row_groups(file: pq.ParquetFile, where: str, columns: list[str]) -> Iterator[pa.Table]:
+    wanted = pa.schema([TEMPLATE_SCHEMA.field(name) for name in columns])
+    yield wanted.empty_table()
+    for group in range(file.num_row_groups):
+        with _damage_named(where):
+            table = file.read_row_group(group, columns=columns)
+        yield table.replace_schema_metadata(None).select(columns).cast(wanted)
+
+
+@contextmanager
+def _damage_named(where: str) -> Iterator[None]:
+    try:
+        yield
     except (pa.ArrowException, OSError) as error:
         raise StoreError(f"not a whole Parquet file: {error}", where=where, fix=_DAMAGED) from error
     except (KeyError, ValidationError) as error:
         raise StoreError("a Parquet file, but not a shard of a library", where=where, fix=_DAMAGED) from error
-    if embedded.schema_version != SCHEMA_VERSION or table.num_rows != embedded.rows:
-        raise StoreError(
-            f"schema version {embedded.schema_version} with {table.num_rows} of {embedded.rows} rows",
-            where=where,
-            fix=_DAMAGED,
-        )
-    wanted = TEMPLATE_SCHEMA if columns is None else pa.schema([TEMPLATE_SCHEMA.field(name) for name in columns])
-    return embedded, table.select(wanted.names).cast(wanted)
 
 
 def _stranger(shard: ShardKey, table: pa.Table) -> str:
