@@ -27,6 +27,7 @@ from coral_core.sim.columns import (
     N_PEAK,
     N_RUNNING,
     PREFILLING,
+    Q_DECODE,
     R_BLOCKS,
     R_COMPUTED,
     R_GENERATED,
@@ -126,6 +127,8 @@ def _change_free(w: World, n: int, blocks: int) -> None:
 def set_decoding(w: World, r: int) -> None:
     """From here on the request asks for one token at a time."""
     w.req[r, R_STATE] = DECODING
+    if w.reqf[r, Q_DECODE] < 0:
+        w.reqf[r, Q_DECODE] = w.now[0]
     for s in range(stage_count(w, w.req[r, R_INSTANCE])):
         w.node[w.bound[r, s], N_LIVE] += 1
 

@@ -73,7 +73,7 @@ E_ITERATION, E_DELIVER, E_MESSAGE, E_TRANSFER, E_READY, E_LIFE, E_EPOCH, E_ARRIV
     R_COLUMNS,
 ) = range(23)
 # World.reqf: instants of a request, NaN until they come.
-Q_ARRIVAL, Q_SCHEDULED, Q_FIRST, Q_FINISH, Q_COLUMNS = range(5)
+Q_ARRIVAL, Q_SCHEDULED, Q_FIRST, Q_DECODE, Q_FINISH, Q_COLUMNS = range(6)
 
 # States of a request.
 FUTURE, QUEUED, WAITING, PREFILLING, DECODING, MOVING, DONE, FAILED, REJECTED, TOO_LONG = range(10)
@@ -134,7 +134,7 @@ S_FIRST, S_END, S_FIRST_LAYER, S_END_LAYER, S_COLUMNS = range(5)
     N_BATCH_ROWS,
     N_COLUMNS,
 ) = range(21)
-F_KEPT, F_PAIRS, F_BUSY_SINCE, F_KV_SINCE, F_DELAY, F_COLUMNS = range(6)
+F_KEPT, F_PAIRS, F_BUSY_SINCE, F_KV_SINCE, F_DELAY, F_DELIVERED, F_COLUMNS = range(7)
 
 # World.nic: rate, and when each direction is free again for activations and for KV transfers.
 X_RATE, X_OUT, X_IN, X_KV_OUT, X_KV_IN, X_COLUMNS = range(6)

@@ -16,6 +16,7 @@ from coral_core.sim.columns import (
     E_EPOCH,
     E_LIFE,
     E_READY,
+    F_DELIVERED,
     FAIL,
     I_END_STAGE,
     I_FIRST_STAGE,
@@ -125,6 +126,7 @@ def fail(w: World, i: int) -> None:
         for n in range(w.stage[stage, S_FIRST], w.stage[stage, S_END]):
             settle_busy(w, n)
             w.node[n, N_BUSY] = 0
+            w.nodef[n, F_DELIVERED] = w.now[0]
             for head, tail in (
                 (N_BATCH_HEAD, N_BATCH_TAIL),
                 (N_DECODE_HEAD, N_DECODE_TAIL),

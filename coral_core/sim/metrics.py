@@ -3,7 +3,8 @@
 A request counts by its arrival: those that arrive in the window [from_s, to_s) are *offered*, whatever becomes of them.
 It is *within its SLO* if it is done, its first token came within `ttft_s` of its arrival, and its mean time per output
 token after the first, (finish - first token) / (output tokens - 1), is at most `tpot_s`; with a single output token
-there is no second condition. Hand-over from prefill to decode, with its KV transfer and queue, is part of that mean.
+there is no second condition. Hand-over from prefill to decode, with its queue and KV transfer, is part of that mean, as
+its client sees it; `handover=False` measures from the KV's arrival instead, as if the hand-over were free.
 
     goodput    = generated tokens of requests within their SLO / (to_s - from_s)
     attainment = requests within their SLO / offered requests (rejected, failed and unfinished ones are not within)
@@ -78,22 +79,24 @@ def ttft_s(requests: SimRequests, outcome: SimOutcome) -> Floats:
     return result
 
 
-def tpot_s(requests: SimRequests, outcome: SimOutcome) -> Floats:
+def tpot_s(requests: SimRequests, outcome: SimOutcome, *, handover: bool = True) -> Floats:
     """Mean time per output token after the first, of requests that are done and have more than one; NaN elsewhere."""
     done = outcome.requests.status == RequestStatus.DONE
-    span_s = outcome.requests.finish_s - outcome.requests.first_token_s
+    span_s = outcome.requests.finish_s - (outcome.requests.first_token_s if handover else outcome.requests.decode_s)
     several = done & (requests.output_tokens > 1)
     return np.where(several, span_s / np.maximum(requests.output_tokens - 1, 1), np.nan)
 
 
-def within_slo(requests: SimRequests, outcome: SimOutcome, slos: Sequence[Slo]) -> NDArray[np.bool_]:
+def within_slo(
+    requests: SimRequests, outcome: SimOutcome, slos: Sequence[Slo], *, handover: bool = True
+) -> NDArray[np.bool_]:
     """Which requests meet their model's SLO (`slos` in the order of the input's models)."""
     done = outcome.requests.status == RequestStatus.DONE
     bound_ttft_s = np.array([slo.ttft_s for slo in slos])[requests.model]
     bound_tpot_s = np.array([slo.tpot_s for slo in slos])[requests.model]
     with np.errstate(invalid="ignore"):
         first = ttft_s(requests, outcome) <= bound_ttft_s
-        rest = (requests.output_tokens == 1) | (tpot_s(requests, outcome) <= bound_tpot_s)
+        rest = (requests.output_tokens == 1) | (tpot_s(requests, outcome, handover=handover) <= bound_tpot_s)
     result: NDArray[np.bool_] = done & first & rest
     return result
 
@@ -105,6 +108,7 @@ def measure(
     *,
     from_s: float = 0.0,
     to_s: float | None = None,
+    handover: bool = True,
 ) -> dict[str, ModelMetrics]:
     """Metrics per model, in the order of `slos`, which must be that of the input's models; and of all as `*`.
 
@@ -115,10 +119,13 @@ def measure(
     if not 0 <= from_s < end_s:
         raise InputError(f"the window from {from_s:g} s to {end_s:g} s is empty", where="from_s")
     offered = (requests.arrival_s >= from_s) & (requests.arrival_s < end_s)
-    good = within_slo(requests, outcome, list(slos.values()))
+    good = within_slo(requests, outcome, list(slos.values()), handover=handover)
+    per_token_s = tpot_s(requests, outcome, handover=handover)
     whole = {name: offered & (requests.model == m) for m, name in enumerate(slos)} | {"*": offered}
     return {
-        name: _measure(name, requests, outcome, chosen=chosen, good=good, window_s=end_s - from_s)
+        name: _measure(
+            name, requests, outcome, chosen=chosen, good=good, per_token_s=per_token_s, window_s=end_s - from_s
+        )
         for name, chosen in whole.items()
     }
 
@@ -130,6 +137,7 @@ def _measure(
     *,
     chosen: NDArray[np.bool_],
     good: NDArray[np.bool_],
+    per_token_s: Floats,
     window_s: float,
 ) -> ModelMetrics:
     counts = np.bincount(outcome.requests.status[chosen], minlength=len(RequestStatus))
@@ -146,7 +154,7 @@ def _measure(
         goodput_tokens_per_s=float(generated[chosen & good].sum() / window_s),
         throughput_tokens_per_s=float(generated[chosen].sum() / window_s),
         ttft=Latencies.of(ttft_s(requests, outcome)[chosen]),
-        tpot=Latencies.of(tpot_s(requests, outcome)[chosen]),
+        tpot=Latencies.of(per_token_s[chosen]),
     )
 
 

@@ -14,6 +14,7 @@ from coral_core.sim.columns import (
     E_ITERATION,
     F_BUSY_SINCE,
     F_DELAY,
+    F_DELIVERED,
     F_KEPT,
     F_PAIRS,
     I_END_STAGE,
@@ -125,8 +126,11 @@ def end_iteration(w: World, n: int, incarnation: int) -> None:
     w.node[n, N_BATCH_TAIL] = -1
     if w.node[n, N_STAGE] == 0:
         _continue_prompts(w, n, head)
-    if w.nodef[n, F_DELAY] > 0:
-        push(w, w.now[0] + w.nodef[n, F_DELAY], E_DELIVER, head, n)
+    # A short batch does not overtake a long one inside the node.
+    delivered_s = max(w.now[0] + w.nodef[n, F_DELAY], w.nodef[n, F_DELIVERED])
+    w.nodef[n, F_DELIVERED] = delivered_s
+    if delivered_s > w.now[0]:
+        push(w, delivered_s, E_DELIVER, head, n)
     else:
         deliver(w, head, n)
 

@@ -1,7 +1,7 @@
 """From hardware, models and templates to the simulator's instances: the same layer times that capacities T^ rest on.
 
-A node's timing splits `perf.roofline`'s layer time by what each kernel depends on: GEMMs, experts and all-reduce on the
-tokens of a batch, the LM head on its sampled rows, attention on KV read and on attended pairs. Batches of the planner's
+A node's timing splits `perf.roofline`'s layer time by what each kernel depends on: the LM head on sampled rows, attention
+on KV read and on attended pairs, all others (GEMMs, experts, all-reduce, ...) on the tokens of a batch. Batches of the planner's
 mean lengths take the planner's time (to the tables' interpolation); other batches take theirs.
 """
 
@@ -94,7 +94,8 @@ def node_timing(served: Served, config: NodeConfig, layers: int, layout: Layout)
     decode = times(Step(decode_requests=one, prefill_tokens=none, prompts=none, produced=one))
     prompt = times(Step(decode_requests=none, prefill_tokens=one, prompts=none, produced=one))
     held = -(-layers // layout.pp)
-    token_s = held * (batch.gemm_s + batch.experts_s + batch.all_reduce_s)
+    # Whatever kernel is neither attention nor LM head depends on the tokens of the batch alone.
+    token_s = held * (batch.total_s - batch.attention_s - batch.lm_head_s - batch.overhead_s)
     row_s = held * batch.lm_head_s
     link_s = activation_bytes_per_token(served.shape, served.assumptions) / config.gpu.link_bytes_per_s
     return NodeTiming(

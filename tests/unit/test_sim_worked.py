@@ -1,0 +1,308 @@
+"""Cases small enough to be worked out on paper; every expected instant is derived in the comment beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from coral_core.domain.workload import Phase
+from coral_core.sim.inputs import LifecycleEvent, LifecycleKind, SimModel
+from coral_core.sim.outcome import RequestStatus
+from coral_core.sim.simulate import simulate
+from tests.fakes.sim_cases import instance, node, requests, simulation, stage
+
+DONE, FAILED, REJECTED = RequestStatus.DONE, RequestStatus.FAILED, RequestStatus.REJECTED
+
+
+def first_and_finish(outcome) -> list[tuple[float, float]]:
+    pairs = zip(outcome.requests.first_token_s, outcome.requests.finish_s, strict=True)
+    return [(pytest.approx(first, nan_ok=True), pytest.approx(finish)) for first, finish in pairs]
+
+
+def test_prompts_join_running_decodes():
+    one = instance("i", stage(node(fixed_s=1.0, token_s=0.01)), max_batched_tokens=120)
+    outcome = simulate(simulation([one], requests((0.0, 100, 3), (0.5, 50, 2))))
+    # 0: 100 tokens take 2.0. Then 1 + 50 tokens take 1.51, then two decodes 1.02.
+    assert first_and_finish(outcome) == [(2.0, 4.53), (3.51, 4.53)]
+    assert outcome.requests.scheduled_s.tolist() == [0.0, 2.0]
+    assert outcome.fleet.busy_s.sum() == pytest.approx(4.53)
+    assert outcome.fleet.emitted_tokens.sum() == 5
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_pairs_do_not_depend_on_the_cut():
+    asked = requests((0.0, 300, 1))
+    costs = {"fixed_s": 1.0, "token_s": 0.01, "pair_s": 1e-4}
+    chunked = simulate(simulation([instance("i", stage(node(**costs)), max_batched_tokens=120)], asked))
+    whole = simulate(simulation([instance("i", stage(node(**costs)), max_batched_tokens=300)], asked))
+    # Pairs 300^2/2 = 45,000 cost 4.5 either way; chunks of 120, 120, 60 cost two more fixed seconds.
+    assert first_and_finish(whole) == [(8.5, 8.5)]
+    assert first_and_finish(chunked) == [(10.5, 10.5)]
+    assert chunked.fleet.iterations.sum() == 3
+
+
+def test_decoding_reads_the_context_and_samples_rows():
+    one = instance("i", stage(node(fixed_s=1.0, kept_token_s=0.01, row_s=0.5)))
+    outcome = simulate(simulation([one], requests((0.0, 100, 3))))
+    # Prompt 1 + one row 0.5; then contexts of 101 and 102 tokens: 1 + 0.5 + 1.01, 1 + 0.5 + 1.02.
+    assert first_and_finish(outcome) == [(1.5, 1.5 + 2.51 + 2.52)]
+
+
+def test_half_the_layers_with_a_window_read_and_attend_less():
+    model = SimModel(name="m", window_tokens=40, window_frac=0.5)
+    one = instance("i", stage(node(kept_token_s=0.01, pair_s=1e-3)))
+    outcome = simulate(simulation([one], requests((0.0, 100, 2)), model=model))
+    # Pairs: half of 5,000 and half of 40 * 100 - 800 = 3,200. KV at 101: half of 101 and half of 40.
+    assert first_and_finish(outcome) == [(4.1, 4.1 + 0.705)]
+    assert outcome.peak_kv_blocks.tolist() == [5], "70.5 tokens kept on average are 5 blocks, not 7"
+
+
+def test_a_pipeline_pays_hops_and_bandwidth_both_ways():
+    model = SimModel(name="m", activation_bytes_per_token=10.0)
+    first, second = node(fixed_s=1.0, token_s=0.01, nic=1000.0), node(fixed_s=0.5, token_s=0.02, nic=2000.0)
+    one = instance("i", stage(first), stage(second), hop_s=0.1)
+    outcome = simulate(simulation([one], requests((0.0, 100, 2)), model=model))
+    # 2.0 + (1,000 bytes at the slower NIC 1.0 + 0.1) + 2.5 = 5.6; back 0.1; 1.01 + 0.01 + 0.1 + 0.52.
+    assert first_and_finish(outcome) == [(5.6, 7.34)]
+
+
+def test_nodes_of_one_machine_exchange_nothing_over_the_nic():
+    model = SimModel(name="m", activation_bytes_per_token=10.0)
+    ends = [node(fixed_s=1.0, nic=1.0, machine="x"), node(fixed_s=1.0, nic=1.0, machine="x")]
+    outcome = simulate(simulation([instance("i", *map(stage, ends), hop_s=0.25)], requests((0.0, 100, 1)), model=model))
+    assert first_and_finish(outcome) == [(2.25, 2.25)]
+
+
+def test_a_node_that_is_a_pipeline_inside_is_free_before_its_results_are_there():
+    inside = node(fixed_s=1.0, depth=3, inner_hop_s=0.1, inner_hop_token_s=0.01)
+    one = instance("i", stage(inside), max_batched_tokens=50)
+    outcome = simulate(simulation([one], requests((0.0, 50, 1), (0.0, 50, 1))))
+    # Each takes 3 * 1 + 2 * (0.1 + 50 * 0.01) = 4.2; the second starts after the first's first second.
+    assert first_and_finish(outcome) == [(4.2, 4.2), (5.2, 5.2)]
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "finish_s"), [(1, [4.0 + 2 * 4.0] * 2), (2, [4.0 + 2 * 2.0, 4.0 + 2 * 2.0 + 1])]
+)
+def test_micro_batches_keep_both_stages_busy(micro_batches, finish_s):
+    one = instance("i", stage(node(token_s=1.0)), stage(node(token_s=1.0)), micro_batches=micro_batches)
+    outcome = simulate(simulation([one], requests((0.0, 1, 3), (0.0, 1, 3))))
+    # Two tokens per stage take 2 s together, first tokens at 4. Together a round takes 4 s. In two micro-batches one
+    # computes in the first stage while the other is in the second: a round takes 2 s, the second one a second later.
+    assert outcome.requests.finish_s.tolist() == pytest.approx(finish_s)
+
+
+def test_a_short_chunk_does_not_overtake_a_long_one_inside_a_node():
+    one = instance("i", stage(node(token_s=0.01, depth=2)), max_batched_tokens=100)
+    outcome = simulate(simulation([one], requests((0.0, 110, 1))))
+    # 100 tokens are through at 2.0; the 10 after them, computed from 1.0 to 1.1, would be through at 1.2.
+    assert first_and_finish(outcome) == [(2.0, 2.0)]
+
+
+def test_requests_are_bound_to_a_stages_nodes_by_weight():
+    heavy, light = node(fixed_s=1.0, weight=2.0), node(fixed_s=1.0, weight=1.0)
+    one = instance("i", stage(heavy, light))
+    outcome = simulate(simulation([one], requests(*[(10.0 * k, 1, 1) for k in range(9)])))
+    assert outcome.fleet.iterations[0].tolist() == [6.0, 3.0]
+
+
+def disaggregated(**more):
+    prefill = instance("p", stage(node(fixed_s=1.0, token_s=0.01, nic=1000.0), layers=2), phase=Phase.PREFILL, **more)
+    decode = instance("d", stage(node(fixed_s=1.0, token_s=0.01, nic=4000.0), layers=2), phase=Phase.DECODE)
+    return [prefill, decode]
+
+
+KV_MODEL = SimModel(name="m", kv_bytes_per_token=10.0)
+
+
+def test_kv_moves_from_prefill_to_decode_over_the_shared_nic():
+    outcome = simulate(simulation(disaggregated(), requests((0.0, 100, 3), (0.0, 100, 3)), model=KV_MODEL))
+    # 200 tokens: 3.0. KV of one: 100 * 10 bytes * 2 layers at 1,000 bytes/s = 2 s, one after the other: 5.0 and 7.0.
+    # First: 1.01 twice, 7.02. Second waits for that iteration's end, then 1.01 twice.
+    assert first_and_finish(outcome) == [(3.0, 7.02), (3.0, 9.04)]
+    assert outcome.requests.decode_s.tolist() == pytest.approx([5.0, 7.0])
+    assert outcome.requests.prefill_instance.tolist() == [0, 0]
+    assert outcome.requests.instance.tolist() == [1, 1]
+    assert outcome.fleet.emitted_tokens[0].tolist() == [2.0, 4.0]
+
+
+def test_a_request_alone_takes_as_long_aggregated_as_disaggregated_but_for_the_transfer():
+    asked = requests((0.0, 100, 3))
+    apart = simulate(simulation(disaggregated(), asked, model=KV_MODEL))
+    together = simulate(simulation([instance("a", stage(node(fixed_s=1.0, token_s=0.01), layers=2))], asked))
+    assert apart.requests.first_token_s == pytest.approx(together.requests.first_token_s)
+    assert apart.requests.finish_s == pytest.approx(together.requests.finish_s + 2.0)
+
+
+def test_kv_of_each_layer_goes_to_the_node_that_holds_it():
+    prefill = instance(
+        "p", stage(node(fixed_s=1.0, nic=1000.0), layers=3), stage(node(fixed_s=1.0, nic=1000.0), layers=1),
+        phase=Phase.PREFILL,
+    )  # fmt: skip
+    decode = instance(
+        "d", stage(node(fixed_s=1.0, nic=1000.0), layers=2), stage(node(fixed_s=1.0, nic=1000.0), layers=2),
+        phase=Phase.DECODE,
+    )  # fmt: skip
+    outcome = simulate(simulation([prefill, decode], requests((0.0, 100, 2)), model=KV_MODEL))
+    # Layers 0-1 to the first node: 2 s; layer 2 then from the same node to the second: 1 s; layer 3 to the second
+    # after that: 1 s. Prompt done at 2, KV at 6, one decode through both stages.
+    assert outcome.requests.decode_s.tolist() == pytest.approx([6.0])
+    assert first_and_finish(outcome) == [(2.0, 8.0)]
+
+
+def test_activations_overtake_kv_and_delay_it_by_their_bytes():
+    model = SimModel(name="m", kv_bytes_per_token=10.0, activation_bytes_per_token=10.0)
+    prefill = instance(
+        "p", stage(node(fixed_s=1.0, nic=1000.0, machine="x"), layers=1), stage(node(fixed_s=1.0, nic=1000.0), layers=1),
+        phase=Phase.PREFILL, max_batched_tokens=100,
+    )  # fmt: skip
+    decode = instance("d", stage(node(fixed_s=1.0), layers=2), phase=Phase.DECODE)
+    outcome = simulate(simulation([prefill, decode], requests((0.0, 100, 2), (2.5, 100, 2)), model=model))
+    # First: stage 0 until 1, activations until 2, stage 1 until 3; its KV leaves both nodes 3 to 4 and 4 to 5 (one
+    # receiver). Second: stage 0 until 3.5; its activations, 3.5 to 4.5, do not wait for the KV that leaves until 4.
+    assert outcome.requests.first_token_s.tolist() == pytest.approx([3.0, 5.5])
+    assert outcome.requests.decode_s[0] == pytest.approx(5.0)
+
+
+def test_the_latest_admitted_gives_way_and_is_computed_again():
+    one = instance("i", stage(node(fixed_s=1.0, kv_blocks=4)))
+    outcome = simulate(simulation([one], requests((0.0, 30, 10), (0.0, 30, 10))))
+    # Both hold 2 of 4 blocks up to 32 tokens. The fourth iteration needs a third for the first: the second gives way
+    # with 3 tokens generated, and its 33 tokens, 3 blocks, do not fit beside it. First: 10 s. Then 33 tokens are
+    # computed again and yield the fourth token at 11, six more until 17.
+    assert first_and_finish(outcome) == [(1.0, 10.0), (1.0, 17.0)]
+    assert outcome.requests.preemptions.tolist() == [0, 1]
+    assert outcome.peak_kv_blocks.tolist() == [4]
+    assert outcome.fleet.preempted_requests.sum() == 1
+
+
+def test_a_request_that_is_the_latest_itself_gives_way():
+    one = instance("i", stage(node(fixed_s=1.0, kv_blocks=3)), max_batched_tokens=40)
+    outcome = simulate(simulation([one], requests((0.0, 16, 4), (0.0, 16, 4))))
+    # 16 tokens are one block each, the 17th needs another: the first takes the last one, the second has none.
+    # First: 1, 2, 3, 4. The second preempts itself at 1, needs 2 blocks for its 17 tokens, and waits for the first.
+    assert first_and_finish(outcome) == [(1.0, 4.0), (1.0, 7.0)]
+    assert outcome.requests.preemptions.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("reserve", "first_s"), [(True, [3.0, 6.0]), (False, [3.0, 5.0])])
+def test_a_prompt_waits_for_room_for_all_of_it_or_just_its_first_chunk(reserve, first_s):
+    one = instance("i", stage(node(fixed_s=1.0, kv_blocks=5)), max_batched_tokens=20)
+    outcome = simulate(simulation([one], requests((0.0, 48, 1), (0.0, 48, 1)), reserve_full_prompt=reserve))
+    # 48 tokens are 3 blocks, chunks of 20, 20, 8. In the third iteration 12 tokens of budget and 2 blocks are left.
+    assert outcome.requests.first_token_s.tolist() == first_s
+
+
+def test_what_never_fits_is_refused_and_the_rest_goes_on():
+    one = instance("i", stage(node(fixed_s=1.0, kv_blocks=2)))
+    outcome = simulate(simulation([one], requests((0.0, 30, 4), (0.0, 30, 3))))
+    # 30 + 4 - 1 tokens need a third block, 30 + 3 - 1 do not.
+    assert outcome.requests.status.tolist() == [RequestStatus.TOO_LONG, DONE]
+    assert first_and_finish(outcome)[1] == (1.0, 3.0)
+
+
+def test_the_gateway_holds_requests_while_instances_are_full():
+    one = instance("i", stage(node(fixed_s=1.0)), max_outstanding_requests=1)
+    outcome = simulate(simulation([one], requests((0.0, 1, 2), (0.0, 1, 1))))
+    assert first_and_finish(outcome) == [(1.0, 2.0), (3.0, 3.0)]
+    assert outcome.fleet.waiting_request_s.sum() == pytest.approx(2.0)
+    assert outcome.fleet.max_waiting_requests.tolist() == [[2.0]]
+
+
+def test_too_long_a_queue_turns_requests_away():
+    model = SimModel(name="m", max_wait_s=1.0)
+    one = instance("i", stage(node(fixed_s=1.0)), weight=2.0, max_running_requests=1)
+    outcome = simulate(simulation([one], requests(*[(0.1 * k, 1, 1) for k in range(6)]), model=model))
+    # At 2 requests/s two may wait: the first runs at once, three more stand before the sixth (and three wait 1.5 s).
+    assert outcome.requests.status.tolist() == [DONE, DONE, DONE, DONE, REJECTED, REJECTED]
+    assert outcome.fleet.rejected_requests.sum() == 2
+    assert outcome.fleet.arrived_requests.sum() == 6
+    assert np.isnan(outcome.requests.first_token_s[5])
+
+
+def event(at_s, kind, name="i", **more):
+    return LifecycleEvent(at_s=at_s, kind=LifecycleKind(kind), instance=name, **more)
+
+
+def test_booting_is_paid_for_and_serves_nothing():
+    one = instance("i", stage(node(fixed_s=1.0)), boot_s=5.0, ready_at_start=False)
+    given = simulation([one], requests((0.0, 1, 1)), event(2.0, "start"), end_s=20.0, epoch_starts_s=(0.0, 6.0))
+    outcome = simulate(given)
+    assert first_and_finish(outcome) == [(8.0, 8.0)]
+    assert outcome.fleet.paid_s[:, 0].tolist() == [4.0, 14.0]
+    assert outcome.fleet.up_s[:, 0].tolist() == [0.0, 13.0]
+    assert outcome.fleet.busy_s[:, 0].tolist() == [0.0, 1.0]
+    assert outcome.fleet.waiting_request_s[:, 0].tolist() == [6.0, 1.0]
+
+
+def test_a_draining_instance_finishes_takes_nothing_new_and_stops():
+    pair = [instance("i", stage(node(fixed_s=1.0))), instance("j", stage(node(fixed_s=1.0)))]
+    asked = requests((0.0, 1, 5), (1.5, 1, 1), (1.6, 1, 1))
+    outcome = simulate(simulation(pair, asked, event(1.0, "drain"), end_s=10.0))
+    assert outcome.requests.instance.tolist() == [0, 1, 1]
+    assert outcome.fleet.paid_s[0].tolist() == [5.0, 10.0]
+
+
+def test_draining_undone_and_boots_given_up():
+    one = instance("i", stage(node(fixed_s=1.0)), boot_s=2.0)
+    other = instance("j", stage(node(fixed_s=1.0)), boot_s=2.0, ready_at_start=False)
+    events = [event(0.5, "drain"), event(0.7, "start"), event(0.0, "start", "j"), event(1.0, "drain", "j")]
+    outcome = simulate(simulation([one, other], requests((0.0, 1, 3), (2.5, 1, 1)), *events, end_s=10.0))
+    assert outcome.requests.status.tolist() == [DONE, DONE]
+    assert outcome.requests.instance.tolist() == [0, 0]
+    assert outcome.fleet.paid_s[0].tolist() == [10.0, 1.0]
+
+
+def test_of_a_template_the_least_loaded_instance_is_drained():
+    trio = [instance(name, stage(node(fixed_s=1.0)), region="r") for name in "ijk"]
+    asked = requests((0.0, 1, 9), (0.1, 1, 9), (0.2, 1, 2), (5.0, 1, 1), (5.1, 1, 1), (5.2, 1, 1))
+    drain = event(4.0, "drain_one", "", template="t", region="r")
+    outcome = simulate(simulation(trio, asked, drain, end_s=50.0))
+    assert outcome.fleet.paid_s[0].tolist() == [50.0, 50.0, 4.0]
+    assert 2 not in outcome.requests.instance[3:].tolist()
+
+
+def test_draining_more_than_there_are_changes_nothing():
+    one = instance("i", stage(node(fixed_s=1.0)))
+    events = [event(t, "drain_one", "", template="t") for t in (1.0, 2.0)] + [event(3.0, "drain"), event(4.0, "fail")]
+    outcome = simulate(simulation([one], requests((0.0, 1, 1)), *events, end_s=10.0))
+    assert outcome.fleet.paid_s.sum() == 1.0
+
+
+def test_a_lost_request_is_tried_once_more_if_nothing_was_sent():
+    trio = [instance(name, stage(node(fixed_s=2.0))) for name in "ijk"]
+    asked = requests((0.0, 1, 1), (0.1, 1, 3), (0.2, 1, 3))
+    outcome = simulate(simulation(trio, asked, event(1.0, "fail"), event(3.0, "fail", "j")))
+    # The first is lost at 1 with nothing sent; its turn is j's, which is busy until 2.1 and gone at 3: lost twice.
+    # The second had its first token at 2.1: not tried again. The third is not touched.
+    assert outcome.requests.retries.tolist() == [1, 0, 0]
+    assert outcome.requests.status.tolist() == [FAILED, FAILED, DONE]
+    assert outcome.requests.finish_s.tolist() == pytest.approx([3.0, 3.0, 6.2])
+    assert outcome.fleet.lost_requests[0].tolist() == [0.0, 2.0, 0.0]
+
+
+def test_a_failed_instance_comes_back_empty():
+    one = instance("i", stage(node(fixed_s=1.0)), boot_s=1.0)
+    outcome = simulate(simulation([one], requests((0.0, 1, 5), (2.0, 1, 2)), event(1.5, "fail"), event(2.5, "start")))
+    assert outcome.requests.status.tolist() == [FAILED, DONE]
+    assert outcome.requests.finish_s.tolist() == pytest.approx([1.5, 5.5])
+    assert outcome.fleet.busy_s.sum() == pytest.approx(1.5 + 2.0)
+
+
+@pytest.mark.parametrize("name", ["p", "d"])
+def test_losing_either_side_of_a_transfer_loses_the_request(name):
+    outcome = simulate(
+        simulation(disaggregated(), requests((0.0, 100, 3)), event(3.0, "fail", name), model=KV_MODEL, end_s=10.0)
+    )
+    # First token at 2.0, KV under way until 4.0.
+    assert outcome.requests.status.tolist() == [FAILED]
+    assert outcome.requests.finish_s.tolist() == [3.0]
+
+
+def test_a_prefill_instance_holds_kv_until_a_decode_instance_takes_it():
+    pair = disaggregated(max_running_requests=4)
+    pair[1] = instance("d", *pair[1].stages, phase=Phase.DECODE, ready_at_start=False, boot_s=5.0)
+    given = simulation(pair, requests((0.0, 100, 2)), event(3.0, "start", "d"), model=KV_MODEL, end_s=50.0)
+    outcome = simulate(given)
+    # First token at 2.0; decode ready at 8.0; KV until 10.0, one decode until 11.01. 100 and 101 tokens are 7 blocks.
+    assert outcome.requests.decode_s.tolist() == pytest.approx([10.0])
+    assert outcome.fleet.kv_block_s[0].tolist() == pytest.approx([7 * 10.0, 7 * 3.01])
