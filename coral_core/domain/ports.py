@@ -12,7 +12,11 @@ from coral_core.domain.placement import PlacedCombinations, PlacementProblem, Pl
 
 
 class PlacementMethod(Protocol):
-    """A way to find throughput-optimal placements (`coral_core.placement`). All methods have the same optimum."""
+    """A way to find throughput-optimal placements (`coral_core.placement`).
+
+    All methods of the published split (`lattice`, `ilp`) have the same optimum; `lattice-free` also chooses the stages'
+    latency budgets, so its optimum is never below theirs, and needs capacities over budgets.
+    """
 
     name: str
 

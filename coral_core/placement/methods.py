@@ -7,12 +7,14 @@ from typing import Final
 
 from coral_core.domain.ports import PlacementMethod
 from coral_core.errors import unknown_name
+from coral_core.placement.free import FreePlacement
 from coral_core.placement.ilp import IlpPlacement
 from coral_core.placement.lattice import LatticePlacement
 from coral_core.solver.choose import Preference
 
 PLACEMENT_METHODS: Final[Mapping[str, Callable[[float, Preference], PlacementMethod]]] = {
     LatticePlacement.name: lambda _time_limit_s, _solver: LatticePlacement(),
+    FreePlacement.name: lambda _time_limit_s, _solver: FreePlacement(),
     IlpPlacement.name: lambda time_limit_s, solver: IlpPlacement(preference=solver, time_limit_s=time_limit_s),
 }
 

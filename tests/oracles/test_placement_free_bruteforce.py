@@ -102,7 +102,7 @@ def test_more_capacity_never_gives_less(problem, data):
 @pytest.mark.timeout(3600)
 def test_free_split_is_brute_force_at_length():
     rng = np.random.default_rng(29)
-    for case in range(400):
+    for case in range(4000):
         n = int(rng.integers(1, 7))
         grid = int(rng.choice([2, 4, 6, 8, 12])) if n < 5 else 6
         layers = int(rng.integers(1, 8))

@@ -7,7 +7,7 @@ from coral_core.placement.methods import PLACEMENT_METHODS, placement_method
 
 
 def test_every_method_is_found_by_its_own_name():
-    assert set(PLACEMENT_METHODS) == {"lattice", "ilp"}
+    assert set(PLACEMENT_METHODS) == {"lattice", "lattice-free", "ilp"}
     for name in PLACEMENT_METHODS:
         assert placement_method(name).name == name
 
