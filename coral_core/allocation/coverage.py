@@ -23,6 +23,8 @@ Bools = NDArray[np.bool_]
 DEMAND_TOLERANCE_FRAC = 1e-9
 """A row is met when its coverage is at least 1 minus this: room for float noise (3 x 0.333..), not for a shortage."""
 
+_WEIGHT_RANGE_MAX = 1e6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -90,6 +92,15 @@ def _pairs(problem: AllocationProblem, active: Bools) -> tuple[tuple[int, int], 
         for (model, phase), prefill in row_of.items()
         if phase is Phase.PREFILL and (model, Phase.DECODE) in row_of
     )
+
+
+def weight_unit(problem: AllocationProblem) -> float:
+    """What weights are measured in: the least one above 0, so that no row is lost in a tolerance; 1 where all are 0.
+
+    Rows of less than a millionth of the largest weight do fall below the tolerance (numbers have 16 digits).
+    """
+    weights = [row.weight for row in problem.demand if row.weight > 0]
+    return max(min(weights), max(weights) / _WEIGHT_RANGE_MAX) if weights else 1.0
 
 
 def fraction(throughput: Floats, amount: float, *, capped: bool = True) -> Floats:

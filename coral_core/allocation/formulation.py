@@ -26,7 +26,7 @@ import numpy as np
 
 from coral_core.allocation.assess import Assessment
 from coral_core.allocation.columns import Columns
-from coral_core.allocation.coverage import DEMAND_TOLERANCE_FRAC, Coverage, Floats, Ints, fraction
+from coral_core.allocation.coverage import Coverage, Floats, Ints, fraction, weight_unit
 from coral_core.allocation.wide import WideProgram
 from coral_core.domain.allocation import AllocationProblem
 
@@ -185,9 +185,9 @@ def formulate(
             built.add((Family.FLOOR, i, 0), *terms, lower=row.min_instances)
         if row.max_instances is not None:
             built.add((Family.CAP, i, 0), (index, np.ones(len(index))), upper=row.max_instances)
-    largest_weight = max((row.weight for row in problem.demand), default=0.0) or 1.0
+    weight_of_one = weight_unit(problem)
     weight = np.zeros(n)
-    weight[s] = [math.fsum(problem.demand[i].weight for i in unit) / largest_weight for unit in units]
+    weight[s] = [math.fsum(problem.demand[i].weight for i in unit) / weight_of_one for unit in units]
     built.add((Family.STAGE, 0, 0), (e, np.ones(n_e)))
     built.add((Family.STAGE, 1, 0), (s, weight[s]))
     cost = np.concatenate((columns.cost, np.zeros(n_s + n_d + n_e)))
@@ -237,12 +237,12 @@ def _add_demand(
 ) -> None:
     """Demand rows, or region and pair rows; a row's largest coefficient is brought to 1, beside which solvers' tolerances are small."""
     s, d = variables
-    enough, pair = 1.0 - DEMAND_TOLERANCE_FRAC / 2, 0
+    pair = 0
     for u, unit in enumerate(units):
         missing = (s[[u]], np.ones(1))
         if len(unit) == 1:
             index, frac = entered[unit[0]]
-            built.add((Family.DEMAND, unit[0], 0), (index, frac), missing, lower=enough, scale=_scale(frac))
+            built.add((Family.DEMAND, unit[0], 0), (index, frac), missing, lower=1.0, scale=_scale(frac))
             continue
         for i in unit:
             index, frac = entered[i]
@@ -250,7 +250,7 @@ def _add_demand(
                 here = columns.region[index] == r
                 served = (d[pair, [r]], -np.ones(1))
                 built.add((Family.REGION, i, r), (index[here], frac[here]), served, lower=0.0, scale=_scale(frac[here]))
-        built.add((Family.PAIR, u, 0), (d[pair], np.ones(d.shape[1])), missing, lower=enough)
+        built.add((Family.PAIR, u, 0), (d[pair], np.ones(d.shape[1])), missing, lower=1.0)
         pair += 1
 
 

@@ -13,7 +13,7 @@ from typing import cast
 from coral_core.allocation.assess import assess, result_of
 from coral_core.allocation.check import check_problem
 from coral_core.allocation.columns import columns_of
-from coral_core.allocation.coverage import coverage_of
+from coral_core.allocation.coverage import coverage_of, weight_unit
 from coral_core.allocation.decompose import solve_blocks
 from coral_core.allocation.formulation import formulate
 from coral_core.allocation.reduce import reduce_columns
@@ -30,7 +30,7 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
 
     At the time limit the best plan found so far, with the bound proven for it and status `gap`. `statistics`: columns
     after each reduction, seconds, `decomposed` (1: no capacity bound, so models were solved apart),
-    `shortfall_proven` (1/0), `shortfall_weighted` and `shortfall_bound` (weights as fractions of the largest).
+    `shortfall_proven` (1/0), `shortfall_weighted` (sum of weight x missing fraction) and its `shortfall_bound`.
     `solver` overrides `options.solver`. Raises InputError for a problem without a clear meaning, SolverError where the
     solver wished for cannot be used or its answer does not stand up to `verify_allocation`.
     """
@@ -54,8 +54,8 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
         **reduction.counts,
         "columns": len(columns),
         "decomposed": float(blocks.settled),
-        "shortfall_weighted": staged.plan.shortfall,
-        "shortfall_bound": min(staged.shortfall_bound, staged.plan.shortfall),
+        "shortfall_weighted": staged.plan.shortfall * weight_unit(problem),
+        "shortfall_bound": min(staged.shortfall_bound, staged.plan.shortfall) * weight_unit(problem),
         "shortfall_proven": float(proven),
         "solve_s": time.perf_counter() - started,
     }

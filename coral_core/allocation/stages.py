@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from coral_core.allocation.assess import Assessment, assess
-from coral_core.allocation.coverage import Coverage, Floats, Ints
+from coral_core.allocation.coverage import Coverage, Floats, Ints, weight_unit
 from coral_core.allocation.formulation import Family, Formulation
 from coral_core.allocation.wide import DIRECT_COLUMNS, Effort, WideProgram, relax, solve_wide
 from coral_core.domain.allocation import AllocationProblem
 from coral_core.solver.program import Solver
 
-SHORTFALL_TOLERANCE = 1e-8
-"""Weighted missing fractions (the largest weight as 1) that differ by less are the same."""
+SHORTFALL_TOLERANCE = 1e-7
+"""Weighted missing fractions (in `weight_unit`) that differ by less are the same."""
 _MARGINS_FRAC = (0.0, 1e-8, 1e-7, 1e-6)
 
 
@@ -101,7 +101,8 @@ class StagedSolve:
             plan, deficit_bound = self._improve(self.formulation.least_deficit(), effort.within(0.2), plan, seed)
         program = self.formulation.least_shortfall(plan.deficit)
         plan, shortfall_bound = self._improve(program, effort.within(0.6), plan, seed)
-        program = self.formulation.least_cost(plan.deficit, plan.shortfall + SHORTFALL_TOLERANCE / 10)
+        # well above the feasibility tolerance: HiGHS was seen to claim a wrong optimum where a row's room is close to it
+        program = self.formulation.least_cost(plan.deficit, plan.shortfall + SHORTFALL_TOLERANCE / 2)
         plan, cost_bound = self._improve(program, effort, plan, seed)
         return Staged(plan=plan, cost_bound=cost_bound, deficit_bound=deficit_bound, shortfall_bound=shortfall_bound)
 
@@ -158,6 +159,6 @@ class StagedSolve:
 
 
 def weighted_shortfall(problem: AllocationProblem, assessment: Assessment, rows: tuple[int, ...]) -> float:
-    """Sum over `rows` of weight x missing fraction, the largest weight of the problem counting as 1."""
-    largest = max((row.weight for row in problem.demand), default=0.0) or 1.0
-    return math.fsum(problem.demand[i].weight / largest * assessment.missing_frac[i] for i in rows)
+    """Sum over `rows` of weight x missing fraction, in `weight_unit`."""
+    unit = weight_unit(problem)
+    return math.fsum(problem.demand[i].weight / unit * assessment.missing_frac[i] for i in rows)

@@ -122,7 +122,7 @@ def documents(draw, *, same_region=None):
     for model in models:
         only_aggregated = aggregated and draw(st.integers(0, 3)) == 0
         for phase in ["aggregated"] if only_aggregated else draw(st.sampled_from([["prefill", "decode"], ["decode"]])):
-            row = {"model": model, "phase": phase, "weight": draw(st.sampled_from([1.0, 1.0, 3.0, 0.25]))}
+            row = {"model": model, "phase": phase, "weight": draw(st.sampled_from([1.0, 1.0, 3.0, 0.25, 1000.0]))}
             amount = draw(st.sampled_from([0.0, 5.0, 7.77, 12.0, 12.0, 24.0, 24.0, 40.0]))
             if phase != "aggregated":
                 row["tokens_per_s"] = amount

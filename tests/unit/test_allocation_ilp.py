@@ -214,3 +214,43 @@ def test_a_free_node_costs_nothing_and_is_used():
     result = solve_allocation(problem([[1, 0], [0, 1]], [10, 10], [[1, 5]], [[0.0, 1.0]], 20.0))
     assert result.cost_usd_per_h == 1.0
     assert result.full
+
+
+def test_weights_far_apart_still_count_each_row():
+    # the heavy row is short whatever we do; the light one can be met, and must be
+    base = problem([[1, 0], [0, 1], [0, 2]], [10, 4, 10], [[1, 4]], [[1.0, 1.0]], 30.0)
+    templates = replace(base.templates, models=("m", "n", "n"))
+    rows = (
+        DemandRow(model="m", phase=Phase.DECODE, tokens_per_s=30.0, weight=1e6),
+        DemandRow(model="n", phase=Phase.DECODE, tokens_per_s=18.0, weight=1.0),
+    )
+    result = solve_allocation(replace(base, templates=templates, demand=rows))
+    assert [x.frac for x in result.shortfall] == [pytest.approx(2 / 3), 0.0]
+    assert result.cost_usd_per_h == 5.0
+    assert result.status is AllocationStatus.OPTIMAL
+
+
+def test_room_near_the_tolerance_does_not_hide_the_optimum():
+    """A case in which HiGHS claimed 88.26 to be optimal when the shortfall row had as little room as its tolerance."""
+    prefill, decode = Phase.PREFILL, Phase.DECODE
+    kinds = [("n", prefill), ("m", decode), ("n", prefill), ("n", prefill), ("n", prefill), ("m", prefill)]
+    kinds += [("m", prefill), ("m", decode), ("n", decode)]
+    base = problem(
+        [[n] for n in (1, 3, 3, 2, 3, 1, 1, 3, 1)],
+        [9, 20, 9, 12, 25, 5, 5, 6, 5],
+        [[24], [7], [7]],
+        [[7.03], [6.96], [0.48]],
+        1.0,
+        running=(Running(template="t3", region="r0", count=3), Running(template="t3", region="r1", count=1)),
+        churn_k=0.5,
+        options=AllocationOptions(pd_same_region=True, solver="highs"),
+    )
+    templates = replace(base.templates, models=tuple(k[0] for k in kinds), phases=tuple(k[1] for k in kinds))
+    amounts = {("m", prefill): (67.701, 0.5), ("m", decode): (44.151, 1.0)}
+    amounts |= {("n", prefill): (51.33, 2.0), ("n", decode): (14.369, 0.5)}
+    rows = tuple(
+        DemandRow(model=m, phase=p, tokens_per_s=d, weight=w, max_instances=1 if (m, p) == ("m", prefill) else None)
+        for (m, p), (d, w) in amounts.items()
+    )
+    result = solve_allocation(replace(base, templates=templates, demand=rows))
+    assert result.objective_usd_per_h == pytest.approx(67.68)
