@@ -3,8 +3,8 @@
 Each round lists the fleet, reconciles, and does the steps that are due. What a run keeps in memory (nodes too young to
 be listed, offers that refused, since when an engine is silent) only spares it time: the truth is the cloud's.
 
-Safety between runs: every call that changes something first asks the guard, and none starts with less of the lease
-left than a call may take. A run ends only when all that it started is listed or `settle_s` old; a crashed run's lease
+Safety between runs: every call that changes something first asks the guard, so does every round (a run that waits must
+keep its lease), and no call starts with less of the lease left than it may take. A run ends only when all that it started is listed or `settle_s` old; a crashed run's lease
 must outlive `settle_s`, so that its successor sees all of the fleet.
 """
 
@@ -50,8 +50,8 @@ def apply_plan(
     """
     check_plan(plan, limits)
     run = _Run(plan, sorted({*regions, *(wanted.region for wanted in plan.wanted)}), limits, policy, ports)
-    run.check_account()
     try:
+        run.check_account()
         return run.loop()
     except LeaseLostError as error:
         return run.report(ApplyStatus.LEASE_LOST, str(error))
@@ -309,10 +309,11 @@ class _Run:
                 self._sleep()
 
     def _sleep(self) -> None:
-        """Until the next round; twice as long after each one that found the cloud busy."""
+        """Until the next round, twice as long after each one that found the cloud busy; then ask for the lease again."""
         self.strikes = self.strikes + 1 if self.busy else 0
         longest_s = max(self.policy.max_backoff_s, self.policy.poll_s)
         self.ports.sleep(min(self.policy.poll_s * 2 ** min(self.strikes, 16), longest_s))
+        self._permit()
 
     def _record(self, step: Step, outcome: str) -> None:
         self.ports.record(

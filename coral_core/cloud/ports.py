@@ -38,8 +38,8 @@ class FleetEvent:
 class Ports:
     """What the executor acts through.
 
-    `guard()` gives the seconds left of the run's lease (it may renew it) and raises LeaseLostError where another run
-    holds it. `record` gets every event when it has happened. `sleep` waits on the same clock as `clock`.
+    `guard()` renews the run's lease, gives the seconds left of it and raises LeaseLostError where another run holds it.
+    It is asked before every change and at least every `max_backoff_s` (or `poll_s`) plus one call. `record` gets every event when it has happened. `sleep` waits on the same clock as `clock`.
     """
 
     provisioner: Provisioner

@@ -407,3 +407,44 @@ def test_a_token_of_a_node_long_gone_is_not_taken_for_a_new_node(world):
     world.clock.advance(world.cloud.forget_s + 100)
     assert world.apply(goal, limits()).status is ApplyStatus.CONVERGED
     assert world.fleet() == counts(goal)
+
+
+def test_a_run_does_not_end_before_what_it_may_have_started_can_be_seen(world):
+    world.cloud.lag_s = 50.0
+    world.cloud.faults += [
+        Fault(operation="start", trouble=Trouble.LOST),
+        Fault(operation="start", trouble=Trouble.UNAVAILABLE, times=100),
+    ]
+    report = world.apply(plan(wanted(ONE, 1)), limits(), apply_policy(deadline_s=10.0))
+    assert report.status is ApplyStatus.DEADLINE
+    assert [node.node_id for node in report.nodes] == [machine.node_id for machine in world.cloud.held()]
+    assert len(report.nodes) == 1
+
+
+def test_the_same_plan_run_again_at_once_finds_what_no_listing_shows(world):
+    world.cloud.lag_s = 50.0
+
+    class Crash(Exception):  # noqa: N818  # the process is gone, nobody handles it
+        pass
+
+    def crash(operation):
+        if world.cloud.calls.count("start") == 4:
+            raise Crash
+
+    world.cloud.after_call = crash
+    goal = plan(wanted(THREE, 2))
+    with pytest.raises(Crash):
+        world.apply(goal, limits())
+    world.cloud.after_call = None
+    assert world.apply(goal, limits()).status is ApplyStatus.CONVERGED
+    assert len(world.cloud.machines) == 6
+
+
+def test_what_cannot_be_completed_is_rolled_back_even_while_no_listing_shows_it(world):
+    world.cloud.lag_s = 50.0
+    world.cloud.capacity.update({("east-a", "c"): 0, ("east-b", "c"): 0})
+    report = world.apply(plan(wanted(THREE, 1)), limits())
+    assert report.status is ApplyStatus.UNMET
+    assert len(world.cloud.machines) == 4
+    assert world.fleet() == {}
+    assert report.lowered == {("east", "c", Market.ON_DEMAND): 0}
