@@ -24,13 +24,14 @@ from coral_core.domain.workload import Lengths, Phase, Slo
 from coral_core.errors import InputError, StoreError
 from coral_core.perf import CapacityAssumptions, capacity_table
 from tasks.executor import Executor, Outcome
-from tasks.solve_shard import Method, ShardSpec, combinations, solve_shard
+from tasks.solve_shard import Method, ShardSpec, add_statistics, combinations, solve_shard
 
 ILP_COMBINATIONS_PER_SHARD: Final = 25
 """Integer programs take seconds each: small shards keep all workers busy and a resumed build near where it was."""
 SHARD_RETRIES: Final = 1
 SHARDS_PER_GROUP: Final = 200
 _READS_AT_ONCE: Final = 8
+_COUNTED: Final = ("combinations", "infeasible", "unproven", "with_idle_nodes", "dominated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,8 @@ class BuildSpec:
     """What a library is built from (DESIGN 3.5): models, node configurations, limits and the method.
 
     `lattice_parts` splits the combinations of one table over so many shards, for clusters with more CPUs than tables;
-    each part builds the smaller combinations' tables anew, so 1 is best on one machine.
+    each part builds the smaller combinations' tables anew, so 1 is best on one machine. Dominated templates (DESIGN 3.5)
+    are dropped unless `keep_all`; integer programs keep all in any case.
     """
 
     library: str
@@ -61,6 +63,7 @@ class BuildSpec:
     ilp_time_limit_s: float = 60.0
     combinations_per_ilp_shard: int = ILP_COMBINATIONS_PER_SHARD
     lattice_parts: int = 1
+    keep_all: bool = False
     assumptions: CapacityAssumptions = field(default_factory=CapacityAssumptions)
 
     def __post_init__(self) -> None:
@@ -84,8 +87,10 @@ class BuildSpec:
                 raise InputError(f"{model} ({variant}) is given {times} times for {phase} at one SLO", where="models")
 
 
-def build_spec_from_scenario(resolved: ResolvedScenario, *, method: Method | None = None) -> BuildSpec:
-    """The build that a scenario asks for; `method` replaces its own."""
+def build_spec_from_scenario(
+    resolved: ResolvedScenario, *, method: Method | None = None, keep_all: bool = False
+) -> BuildSpec:
+    """The build that a scenario asks for; `method` replaces its own, `keep_all` adds to it."""
     scenario = resolved.scenario
     return BuildSpec(
         library=scenario.library_name,
@@ -104,6 +109,7 @@ def build_spec_from_scenario(resolved: ResolvedScenario, *, method: Method | Non
         rho=scenario.library.rho,
         method=method or scenario.library.method,
         ilp_time_limit_s=scenario.library.ilp_time_limit_s,
+        keep_all=keep_all or scenario.library.keep_all,
         assumptions=CapacityAssumptions(
             max_utilization_frac={**dict.fromkeys(Phase, 1.0), **scenario.capacity.max_utilization_frac},
             allow_estimates=scenario.capacity.allow_estimates,
@@ -309,6 +315,7 @@ def plan_shards(spec: BuildSpec) -> list[ShardSpec]:
                 ilp_time_limit_s=spec.ilp_time_limit_s,
                 part=part,
                 parts=parts,
+                keep_all=spec.keep_all,
             )
             for part in range(parts)
         ]
@@ -324,7 +331,7 @@ def manifest_rows(manifest: Manifest) -> list[dict[str, object]]:
         counts["shards"] += 1
         counts["failed"] += record.status is ShardStatus.FAILED
         counts["templates"] += record.rows
-        counts.update({name: record.statistics.get(name, 0) for name in ("combinations", "infeasible", "unproven")})
+        counts.update({name: record.statistics.get(name, 0) for name in _COUNTED})
     names = ("model", "variant", "phase", "method")
     return [{**dict(zip(names, key, strict=True)), **counts} for key, counts in rows.items()]
 
@@ -341,6 +348,7 @@ def _parameters(spec: BuildSpec) -> dict[str, object]:
         "n_max": spec.n_max,
         "rho": spec.rho,
         "ilp_time_limit_s": spec.ilp_time_limit_s,
+        "keep_all": spec.keep_all,
         "configs": [config.name for config in spec.configs],
         "assumptions": spec.assumptions,
         "lengths": {model.shape.name: model.lengths for model in spec.models},
@@ -351,7 +359,5 @@ def _summed(records: Sequence[ShardRecord]) -> dict[str, float]:
     """Each statistic added up over the shards; the largest of those in bytes, which are peaks."""
     total: dict[str, float] = {}
     for record in records:
-        for name, value in record.statistics.items():
-            so_far = total.get(name, 0.0)
-            total[name] = max(so_far, value) if name.endswith("_bytes") else so_far + value
+        add_statistics(total, record.statistics)
     return total

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -10,21 +12,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts.canonical import canonical_json, sha256_hex
-from artifacts.shards import ShardKey, ShardRecord, find_shard, write_shard
+from artifacts.shards import ShardKey, ShardRecord, ShardWriter, find_shard
 from artifacts.store import open_store
 from artifacts.templates import template_table
 from coral_core.domain.capacity import CapacityTable
 from coral_core.domain.placement import PlacedCombinations
 from coral_core.placement import enumerate_combinations, placement_method, verify_placed
-from coral_core.placement.ilp import IlpPlacement
+from coral_core.placement.combinations import split_rows
+from coral_core.placement.dominance import DominancePass, rows_with_placement
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Method = Literal["lattice", "ilp"]
 
-SOLVE_VERSION: Final = 1
-"""Goes up with every change of enumeration or placement that changes results; shards of older versions are not reused."""
+SOLVE_VERSION: Final = 2
+"""Goes up with every change of enumeration, placement or pruning that changes results; older shards are not reused."""
+
+BLOCK_ROWS: Final = 2**18
+"""Combinations placed at a time: more share more work, and need more memory (about 2 GiB for these at 8 nodes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +49,16 @@ class ShardSpec:
     ilp_time_limit_s: float
     part: int = 0
     parts: int = 1
+    keep_all: bool = False
+
+    @property
+    def prunes(self) -> bool:
+        """Whether dominated templates are dropped.
+
+        Not of integer programs: each part would have to solve the programs of all smaller combinations too, and what a
+        time limit left unproven decides nothing.
+        """
+        return not self.keep_all and self.method != "ilp"
 
     @property
     def key(self) -> ShardKey:
@@ -67,6 +83,7 @@ class ShardSpec:
             "n_max": self.n_max,
             "rho": self.rho,
             "method": self.method,
+            "prunes": self.prunes,
             "ilp_time_limit_s": self.ilp_time_limit_s if self.method == "ilp" else None,
         }
         return sha256_hex(canonical_json([table_hash(self.table), settings]))
@@ -91,11 +108,6 @@ def _digested(value: DataclassInstance) -> dict[str, object]:
     return content
 
 
-def shard_combinations(spec: ShardSpec) -> NDArray[np.int16]:
-    """The combinations of this part, (n, C): every `parts`-th, so that parts weigh about the same."""
-    return combinations(spec.table, n_max=spec.n_max, rho=spec.rho)[spec.part :: spec.parts]
-
-
 def combinations(table: CapacityTable, *, n_max: int, rho: float) -> NDArray[np.int16]:
     """All combinations of a table's configurations that may hold its model (DESIGN 3.5), (n, C)."""
     return enumerate_combinations(
@@ -107,28 +119,76 @@ def combinations(table: CapacityTable, *, n_max: int, rho: float) -> NDArray[np.
     )
 
 
+def shard_rows(spec: ShardSpec, counts: NDArray[np.int16]) -> NDArray[np.bool_]:
+    """Which of all combinations (n, C) are this part's, (n,): neighbours, because they share the work of placing them."""
+    parts = split_rows(counts, spec.parts)
+    mine = np.zeros(len(counts), dtype=np.bool_)
+    if spec.part < len(parts):
+        mine[parts[spec.part]] = True
+    return mine
+
+
 def solve_shard(spec: ShardSpec, store_url: str) -> ShardRecord:
-    """Enumerate, place, verify and store one shard; its record. Done already, by whomever, it is not solved again."""
+    """Enumerate, place, verify, prune and store one shard; its record. Done already, by whomever, it is not solved again."""
     store = open_store(store_url)
     existing = find_shard(store, spec.library, spec.key)
     if existing is not None:
         return existing
     start_s = perf_counter()
-    counts = shard_combinations(spec)
-    ilp = spec.method == "ilp"
-    method = IlpPlacement(time_limit_s=spec.ilp_time_limit_s) if ilp else placement_method(spec.method)
-    placed = method.place(spec.table, counts)
-    verify_placed(spec.table, placed)
-    runnable = without_idle_nodes(spec.table, placed)
-    # All of these are kept; dropping dominated templates (DESIGN 3.5) would be a further step here.
-    templates = template_table(spec.table, runnable)
-    idle = len(placed) - len(runnable)
-    statistics = {**placed.statistics, "with_idle_nodes": idle, "shard_s": perf_counter() - start_s}
-    return write_shard(store, spec.library, spec.key, templates, statistics=statistics)
+    statistics: dict[str, float] = {}
+    writer = ShardWriter(spec.key)
+    for placed in shard_templates(spec, statistics):
+        writer.add(template_table(spec.table, placed))
+    statistics["shard_s"] = perf_counter() - start_s
+    return writer.store(store, spec.library, statistics=statistics)
 
 
-def without_idle_nodes(table: CapacityTable, placed: PlacedCombinations) -> PlacedCombinations:
-    """The placements in which every node contributes.
+def shard_templates(spec: ShardSpec, statistics: dict[str, float]) -> Iterator[PlacedCombinations]:
+    """The templates of a shard, verified, block by block so that memory stays bounded; `statistics` grows with each.
+
+    Whether a template is dominated shows in the combinations that its own contains. A part of several places those too,
+    so that all parts together keep exactly what one part of all would; they count as `placed_besides`.
+    Statistics: those of the placement method, `with_idle_nodes` and `dominated` (dropped), `placed_besides`.
+    """
+    counts = combinations(spec.table, n_max=spec.n_max, rho=spec.rho)
+    mine = shard_rows(spec, counts)
+    if not mine.all():
+        chosen = DominancePass(counts).with_sub_multisets(mine) if spec.prunes else mine
+        counts, mine = counts[chosen], mine[chosen]
+    dominance = DominancePass(counts) if spec.prunes else None
+    method = placement_method(spec.method, time_limit_s=spec.ilp_time_limit_s)
+    tally = Counter(with_idle_nodes=0, dominated=0, placed_besides=0)
+    for first in range(0, max(len(counts), 1), BLOCK_ROWS):
+        block, in_part = counts[first : first + BLOCK_ROWS], mine[first : first + BLOCK_ROWS]
+        placed = method.place(spec.table, block)
+        verify_placed(spec.table, placed)
+        rows = rows_with_placement(block, placed.counts)
+        stays = all_nodes_used(spec.table, placed)
+        tally["with_idle_nodes"] += int((~stays & in_part[rows]).sum())
+        if dominance is not None:
+            throughput = np.zeros(len(block))
+            throughput[rows[stays]] = placed.throughput[stays]
+            undominated = dominance.undominated(throughput)[rows]
+            tally["dominated"] += int((stays & ~undominated & in_part[rows]).sum())
+            stays &= undominated
+        besides = int((~in_part).sum())
+        tally["placed_besides"] += besides
+        add_statistics(statistics, placed.statistics)
+        statistics["combinations"] -= besides
+        statistics["infeasible"] -= besides - int((~in_part[rows]).sum())
+        statistics.update(tally)
+        yield _rows_of(placed, stays & in_part[rows])
+
+
+def add_statistics(total: dict[str, float], more: Mapping[str, float]) -> None:
+    """Add each statistic up; of those in bytes, which are peaks, the largest counts."""
+    for name, value in more.items():
+        so_far = total.get(name, 0.0)
+        total[name] = max(so_far, value) if name.endswith("_bytes") else so_far + value
+
+
+def all_nodes_used(table: CapacityTable, placed: PlacedCombinations) -> NDArray[np.bool_]:
+    """The placements in which every node contributes, (n,).
 
     A node whose capacity is 0 at its stage's layers cannot even load them, so such a placement could not be started.
     Nothing is lost: without that node the combination has the same throughput for less.
@@ -136,8 +196,12 @@ def without_idle_nodes(table: CapacityTable, placed: PlacedCombinations) -> Plac
     row, stage, config = np.nonzero(placed.stage_counts)
     layers = placed.stage_layers[row, stage]
     idle = table.throughput[placed.n_stages[row] - 1, config, layers - 1] <= 0
-    keep = np.ones(len(placed), dtype=np.bool_)
-    keep[row[idle]] = False
+    used = np.ones(len(placed), dtype=np.bool_)
+    used[row[idle]] = False
+    return used
+
+
+def _rows_of(placed: PlacedCombinations, keep: NDArray[np.bool_]) -> PlacedCombinations:
     values = ((field.name, getattr(placed, field.name)) for field in fields(placed))
     kept: dict[str, Any] = {name: value[keep] for name, value in values if isinstance(value, np.ndarray)}
     return replace(placed, **kept)

@@ -30,6 +30,9 @@ def build(
     allow_partial: Annotated[
         bool, Parameter(negative="", help="Commit even where shards failed; plans may then be dearer than need be.")
     ] = False,
+    keep_all: Annotated[
+        bool, Parameter(negative="", help="Store dominated templates too; plans are the same without them.")
+    ] = False,
     dry_run: Annotated[bool, Parameter(negative="", help="Only say what would be solved.")] = False,
     store: StoreUrl = None,
     as_json: AsJson = False,
@@ -37,7 +40,7 @@ def build(
     """Build a scenario's template library; an interrupted build goes on where it was."""
     from tasks.library import Build, build_library, build_spec_from_scenario
 
-    spec = build_spec_from_scenario(resolved_scenario(scenario), method=method)
+    spec = build_spec_from_scenario(resolved_scenario(scenario), method=method, keep_all=keep_all)
     opened = open_configured_store(store)
     if dry_run:
         progress = Build(spec, opened).progress
@@ -55,7 +58,8 @@ def build(
         return
     print_text(
         f"library {manifest.library} version {manifest.version}: {manifest.rows:,} templates in "
-        f"{manifest.shards_present} shards -> {opened.url_of(f'libraries/{manifest.library}')}"
+        f"{manifest.shards_present} shards, {manifest.statistics.get('dominated', 0):,.0f} dominated ones dropped "
+        f"-> {opened.url_of(f'libraries/{manifest.library}')}"
     )
     for record in manifest.failed:
         print_note(f"failed: {record.shard}: {record.error}")

@@ -92,6 +92,7 @@ class LibrarySpec(_Strict):
     rho: Positive = Field(default=12.0, le=1000, description="total GPU memory below rho x model size")
     method: Literal["lattice", "ilp"] = "lattice"
     ilp_time_limit_s: Positive = Field(default=60.0, le=86_400)
+    keep_all: bool = Field(default=False, description="store dominated templates too; plans are the same without them")
 
 
 class LayerTimesNode(_Strict):

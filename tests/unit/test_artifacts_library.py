@@ -313,8 +313,9 @@ def test_a_shard_under_a_foreign_name_is_told(store):
 
 def rewritten(store: Store, record: ShardRecord, *, rows: pa.Table | None = None, **changes) -> None:
     """Replace a shard's file by one that says other things of itself, or holds other rows."""
-    table = pq.read_table(io.BytesIO(store.get(record.key)))
-    metadata = {**json.loads(table.schema.metadata[b"coral.shard"]), **changes}
+    file = pq.ParquetFile(io.BytesIO(store.get(record.key)))
+    table = file.read()
+    metadata = {**json.loads(file.metadata.metadata[b"coral.shard"]), **changes}
     sink = io.BytesIO()
     new = table if rows is None else rows
     pq.write_table(new.replace_schema_metadata({b"coral.shard": json.dumps(metadata)}), sink)

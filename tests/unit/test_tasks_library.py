@@ -29,7 +29,7 @@ from tasks.library import (
     manifest_rows,
     plan_shards,
 )
-from tasks.solve_shard import shard_combinations, solve_shard
+from tasks.solve_shard import combinations, shard_rows, shard_templates, solve_shard
 from tests.fakes.ray_build import CONFIGS, small_spec
 
 NAMES = count()
@@ -71,7 +71,7 @@ def best_by_combination(snapshot):
     }
 
 
-def test_a_build_is_committed_and_holds_every_feasible_combination_once(store):
+def test_a_build_is_committed_and_holds_every_combination_worth_it_once(store):
     start = datetime(2026, 1, 2, tzinfo=UTC)
     manifest = build_library(small_spec(), store, InlineExecutor(), clock=ManualClock(start=start))
     assert (manifest.version, manifest.shards_expected, manifest.shards_failed) == (1, 4, 0)
@@ -79,9 +79,10 @@ def test_a_build_is_committed_and_holds_every_feasible_combination_once(store):
     assert open_library(store, "lib").manifest == manifest
     by_combination = best_by_combination(open_library(store, "lib"))
     assert len(by_combination) == manifest.rows > 0
-    tried = sum(len(shard_combinations(shard)) for shard in plan_shards(small_spec()))
-    infeasible = sum(record.statistics["infeasible"] for record in manifest.present)
-    assert manifest.rows == tried - infeasible
+    tried = sum(len(combinations(shard.table, n_max=3, rho=40.0)) for shard in plan_shards(small_spec()))
+    dropped = sum(manifest.statistics[name] for name in ("infeasible", "with_idle_nodes", "dominated"))
+    assert manifest.statistics["combinations"] == tried
+    assert manifest.rows == tried - dropped
 
 
 def test_a_second_build_solves_nothing_and_commits_the_same_data(store):
@@ -94,7 +95,9 @@ def test_a_second_build_solves_nothing_and_commits_the_same_data(store):
     assert (seen[0].done, seen[0].reused, seen[0].total, seen[0].done_frac) == (4, 4, 4, 1.0)
 
 
-@pytest.mark.parametrize("change", [{"n_max": 2}, {"rho": 20.0}, {"configs": CONFIGS[:2]}, {"method": "ilp"}])
+@pytest.mark.parametrize(
+    "change", [{"n_max": 2}, {"rho": 20.0}, {"configs": CONFIGS[:2]}, {"method": "ilp"}, {"keep_all": True}]
+)
 def test_what_matters_to_a_shard_changes_its_hash(change):
     before = {shard.inputs_hash for shard in plan_shards(small_spec())}
     after = {shard.inputs_hash for shard in plan_shards(small_spec(**change))}
@@ -115,16 +118,48 @@ def test_any_change_of_the_capacities_changes_the_hash():
         assert replace(shard, table=replace(shard.table, **{name: array})).inputs_hash != shard.inputs_hash
 
 
-def test_parts_share_the_combinations_out(store):
-    whole = build_library(small_spec(), store, InlineExecutor())
-    ids = set(open_library(store, "lib").read(columns=["template_id"])["template_id"].to_pylist())
-    parts = build_library(small_spec(lattice_parts=3), store, InlineExecutor())
-    assert (parts.shards_expected, parts.rows) == (12, whole.rows)
-    assert set(open_library(store, "lib").read(columns=["template_id"])["template_id"].to_pylist()) == ids
+def all_rows(store):
+    """The rows of the newest snapshot by id, its statistics per shard aside."""
+    rows = open_library(store, "lib").read().to_pylist()
+    by_id = {row["template_id"]: row for row in rows}
+    assert len(by_id) == len(rows)
+    return by_id
+
+
+COUNTED = ("combinations", "infeasible", "unproven", "with_idle_nodes", "dominated")
+
+
+@pytest.mark.parametrize("keep_all", [False, True])
+@pytest.mark.parametrize("parts", [2, 3, 50])
+def test_parts_keep_together_exactly_what_one_part_keeps(store, parts, keep_all):
+    whole = build_library(small_spec(keep_all=keep_all), store, InlineExecutor())
+    expected = all_rows(store)
+    split = build_library(small_spec(keep_all=keep_all, lattice_parts=parts), store, InlineExecutor())
+    assert (split.shards_expected, split.rows) == (4 * parts, whole.rows)
+    assert all_rows(store) == expected
+    assert {name: split.statistics[name] for name in COUNTED} == {name: whole.statistics[name] for name in COUNTED}
+    assert whole.statistics["placed_besides"] == 0
+    assert (split.statistics["placed_besides"] > 0) is not keep_all
+
+
+def test_integer_programs_keep_all_whatever_the_parts():
+    assert not any(shard.prunes for shard in plan_shards(small_spec(method="ilp")))
+    shards = plan_shards(small_spec(method="ilp", combinations_per_ilp_shard=7))
+    counts = combinations(shards[0].table, n_max=3, rho=40.0)
+    held = sum(shard_rows(shard, counts).astype(int) for shard in shards if shard.table is shards[0].table)
+    assert held.tolist() == [1] * len(counts)
+
+
+def test_a_shard_without_any_combination_is_stored_empty(store):
+    shard = replace(plan_shards(small_spec())[0], rho=1e-9)
+    statistics = {}
+    assert [len(placed) for placed in shard_templates(shard, statistics)] == [0]
+    assert statistics["combinations"] == 0
+    assert solve_shard(shard, store.url).rows == 0
 
 
 def test_integer_programs_find_the_same_throughputs(store):
-    build_library(small_spec(), store, InlineExecutor())
+    build_library(small_spec(keep_all=True), store, InlineExecutor())
     lattice = best_by_combination(open_library(store, "lib"))
     manifest = build_library(small_spec(method="ilp", combinations_per_ilp_shard=7), store, InlineExecutor())
     ilp = best_by_combination(open_library(store, "lib"))
