@@ -2,8 +2,8 @@
 
 One row is one serving template. `node_configs`/`node_counts` (parallel, sorted by name) are the combination;
 `stage_layers`, `stage_nodes` and `stage_layouts` (parallel, in pipeline order) are the placement: layers, node names
-and, node by node, the layout inside the node. Exactly one of the two throughputs is set: requests/s where the phase
-is `aggregated`, tokens/s otherwise. `error_frac` is null where it is not known.
+and, node by node, the layout inside the node; `stage_budget_frac` is each stage's share of the latency SLO, null where all
+have the same. Exactly one of the two throughputs is set: requests/s where the phase is `aggregated`, tokens/s otherwise. `error_frac` is null where it is not known.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ SCHEMA_VERSION: Final = 1
 
 _NAMES: Final = pa.list_(pa.field("item", pa.string(), nullable=False))
 _SMALL: Final = pa.list_(pa.field("item", pa.int16(), nullable=False))
+_SHARES: Final = pa.list_(pa.field("item", pa.float64(), nullable=False))
 _NAMES_BY_STAGE: Final = pa.list_(pa.field("item", _NAMES, nullable=False))
 
 
@@ -41,6 +42,7 @@ TEMPLATE_SCHEMA: Final = pa.schema(
         _field("stage_layers", _SMALL),
         _field("stage_nodes", _NAMES_BY_STAGE),
         _field("stage_layouts", _NAMES_BY_STAGE, nullable=True),
+        _field("stage_budget_frac", _SHARES, nullable=True),
         _field("throughput_tokens_per_s", pa.float64(), nullable=True),
         _field("throughput_requests_per_s", pa.float64(), nullable=True),
         _field("method", pa.string()),

@@ -19,6 +19,7 @@ from coral_core.domain.placement import PlacedCombinations
 from coral_core.domain.templates import CapacitySource, Placement, ServingTemplate, Stage
 from coral_core.domain.workload import Phase, Slo
 from coral_core.errors import InputError, StoreError
+from coral_core.placement.free_layouts import stage_layouts
 
 Ints = NDArray[np.int64]
 
@@ -53,6 +54,7 @@ def template_table(table: CapacityTable, placed: PlacedCombinations) -> pa.Table
         "stage_layers": nodes.stage_layers,
         "stage_nodes": nodes.stage_nodes,
         "stage_layouts": nodes.stage_layouts,
+        "stage_budget_frac": nodes.stage_budget_frac,
         "throughput_tokens_per_s": absent if is_aggregated else throughput,
         "throughput_requests_per_s": throughput if is_aggregated else absent,
         "method": _constant(placed.method, n),
@@ -65,6 +67,7 @@ def template_table(table: CapacityTable, placed: PlacedCombinations) -> pa.Table
 
 def row_to_template(row: Mapping[str, Any]) -> ServingTemplate:
     """The template of one row (an element of `Table.to_pylist()` with all columns)."""
+    budgets = row["stage_budget_frac"] or [None] * len(row["stage_layers"])
     return ServingTemplate(
         template_id=row["template_id"],
         model=row["model"],
@@ -73,8 +76,8 @@ def row_to_template(row: Mapping[str, Any]) -> ServingTemplate:
         slo=Slo(ttft_s=row["ttft_s"], tpot_s=row["tpot_s"]),
         placement=Placement(
             stages=tuple(
-                Stage(layers=layers, nodes=tuple(nodes))
-                for layers, nodes in zip(row["stage_layers"], row["stage_nodes"], strict=True)
+                Stage(layers=layers, nodes=tuple(nodes), budget_frac=budget_frac)
+                for layers, nodes, budget_frac in zip(row["stage_layers"], row["stage_nodes"], budgets, strict=True)
             )
         ),
         throughput_tokens_per_s=row["throughput_tokens_per_s"],
@@ -90,6 +93,7 @@ def template_rows(templates: Sequence[ServingTemplate], *, proven: bool = True) 
     rows = []
     for template in templates:
         combination = template.placement.combination
+        budgets = [stage.budget_frac for stage in template.placement.stages]
         rows.append(
             {
                 "template_id": template.template_id,
@@ -104,6 +108,7 @@ def template_rows(templates: Sequence[ServingTemplate], *, proven: bool = True) 
                 "stage_layers": [stage.layers for stage in template.placement.stages],
                 "stage_nodes": [list(stage.nodes) for stage in template.placement.stages],
                 "stage_layouts": None,
+                "stage_budget_frac": None if None in budgets else budgets,
                 "throughput_tokens_per_s": template.throughput_tokens_per_s,
                 "throughput_requests_per_s": template.throughput_requests_per_s,
                 "method": template.method,
@@ -196,11 +201,18 @@ class _NodeTexts:
         stage_offsets = _offsets(per_stage.sum(axis=1))
         texts = names.take(pa.array(np.repeat(config, repeats)))
         self.stage_nodes = _nested(row_offsets, stage_offsets, texts, "stage_nodes")
-        layout = table.layout[placed.n_stages[stage_row[at]] - 1, order[config], layers[at] - 1]
+        codes, layout_names = stage_layouts(table, placed)
+        layout = codes[stage_row[at], stage[at], order[config]]
         if np.any(layout < 0):
             raise ValueError("a placement uses a node that has no layout for its layers")
-        layouts = pa.array(table.layouts, pa.string()).take(pa.array(np.repeat(layout.astype(np.int64), repeats)))
+        layouts = pa.array(layout_names, pa.string()).take(pa.array(np.repeat(layout.astype(np.int64), repeats)))
         self.stage_layouts = _nested(row_offsets, stage_offsets, layouts, "stage_layouts")
+
+        # Null where every stage has the same share.
+        self.stage_budget_frac = pa.nulls(len(placed), _type("stage_budget_frac"))
+        if placed.stage_budget_frac is not None:
+            share = pa.array(placed.stage_budget_frac[stage_row, stage].astype(np.float64))
+            self.stage_budget_frac = pa.ListArray.from_arrays(row_offsets, share, type=_type("stage_budget_frac"))
 
 
 def _template_ids(table: CapacityTable, placed: PlacedCombinations) -> pa.Array:
