@@ -69,7 +69,6 @@ def solve_blocks(
         cost_bound=math.fsum(block.cost_bound for block in solved),
         deficit_bound=math.fsum(block.deficit_bound for block in solved),
         shortfall_bound=math.fsum(block.shortfall_bound for block in solved),
-        columns=max((block.columns for block in solved), default=0),
     )
     used = counts.T @ problem.templates.nodes
     return Blocks(

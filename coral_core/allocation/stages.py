@@ -58,7 +58,6 @@ class Staged:
     cost_bound: float
     deficit_bound: float = 0.0
     shortfall_bound: float = 0.0
-    columns: int = 0
 
     def needs_proven(self, gap_frac: float) -> bool:
         """Whether the deficit is proven least and the shortfall is within the gap of the least possible."""

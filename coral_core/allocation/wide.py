@@ -123,7 +123,6 @@ class WideSolution:
     x: Floats | None
     bound: float
     infeasible: bool = False
-    columns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,14 +231,14 @@ def _grow(
         columns = np.concatenate((kept, always))
         found = _solve_on(program, solver, effort if last else effort.within(_SHARE), columns, x)
         if size == n and found.infeasible:
-            return replace(found, columns=size)
+            return found
         left_out = math.inf if size == n else relaxation.bound + max(float(reduced[order[size]]), 0.0)
         bound = max(bound, min(found.bound, left_out))
         if found.x is not None and (x is None or program.objective @ found.x < program.objective @ x):
             x = found.x
         value = math.inf if x is None else float(program.objective @ x)
         if last or value - bound <= effort.gap_frac * max(abs(value), 1e-9) or time.perf_counter() > effort.deadline_s:
-            return WideSolution(x=x, bound=min(bound, value), columns=size)
+            return WideSolution(x=x, bound=min(bound, value))
         if left_out < min(found.bound, value):
             # columns with a reduced cost above best - L(y) cannot be part of anything better
             useful = int(np.searchsorted(reduced[order], value - relaxation.bound, side="right"))
@@ -260,10 +259,10 @@ def _solve_on(
             # HiGHS 1.16 can return the starting point beside the objective of a better one that presolve saw
             answer = solver.solve(part, effort.options())
     if answer.status is SolveStatus.INFEASIBLE:
-        return WideSolution(x=None, bound=math.inf, infeasible=True, columns=len(columns))
+        return WideSolution(x=None, bound=math.inf, infeasible=True)
     bound = -math.inf if answer.bound is None else answer.bound / scale
     if answer.x is None:
-        return WideSolution(x=None, bound=bound, columns=len(columns))
+        return WideSolution(x=None, bound=bound)
     x = np.zeros(len(program.objective))
     x[columns] = answer.x
-    return WideSolution(x=x, bound=bound, columns=len(columns))
+    return WideSolution(x=x, bound=bound)
