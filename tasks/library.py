@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,13 +16,16 @@ from artifacts.shards import ShardRecord, ShardStatus, failed_shard, find_shard
 from artifacts.store import Store
 from coral_core import __version__
 from coral_core.clock import Clock, SystemClock
+from coral_core.config.layer_times import load_layer_times
 from coral_core.config.resolve import ResolvedScenario
+from coral_core.config.scenario import LayerTimesSpec
 from coral_core.domain.capacity import CapacityTable
 from coral_core.domain.hardware import NodeConfig
 from coral_core.domain.models import ModelShape
 from coral_core.domain.workload import Lengths, Phase, Slo
 from coral_core.errors import InputError, StoreError
 from coral_core.perf import CapacityAssumptions, capacity_table
+from coral_core.perf.layer_times import LayerTimes, capacity_table_from_times
 from tasks.executor import Executor, Outcome
 from tasks.solve_shard import Method, ShardSpec, add_statistics, combinations, solve_shard
 
@@ -46,6 +49,14 @@ class ModelBuild:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTimes:
+    """Layer times that capacities come from instead of the estimates; `nodes` maps configurations to the table's nodes."""
+
+    times: LayerTimes
+    nodes: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BuildSpec:
     """What a library is built from (DESIGN 3.5): models, node configurations, limits and the method.
 
@@ -65,6 +76,7 @@ class BuildSpec:
     lattice_parts: int = 1
     keep_all: bool = False
     assumptions: CapacityAssumptions = field(default_factory=CapacityAssumptions)
+    measured: MeasuredTimes | None = None
 
     def __post_init__(self) -> None:
         """Raise InputError for settings that cannot build anything."""
@@ -114,7 +126,14 @@ def build_spec_from_scenario(
             max_utilization_frac={**dict.fromkeys(Phase, 1.0), **scenario.capacity.max_utilization_frac},
             allow_estimates=scenario.capacity.allow_estimates,
         ),
+        measured=_measured(scenario.capacity.layer_times),
     )
+
+
+def _measured(spec: LayerTimesSpec | None) -> MeasuredTimes | None:
+    if spec is None:
+        return None
+    return MeasuredTimes(times=load_layer_times(spec), nodes={name: node.node for name, node in spec.nodes.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,8 +300,12 @@ def _hash_by_name(tables: Iterable[CapacityTable]) -> dict[str, str]:
 
 def capacity_tables(spec: BuildSpec) -> list[CapacityTable]:
     """One table per model and phase. Raises DataGapError where a capacity cannot be known."""
+    measured = spec.measured
+    table = capacity_table
+    if measured is not None:
+        table = partial(capacity_table_from_times, times=measured.times, nodes=measured.nodes)
     return [
-        capacity_table(
+        table(
             shape=model.shape,
             variant=model.variant,
             phase=phase,

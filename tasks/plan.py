@@ -15,6 +15,7 @@ from artifacts.canonical import canonical_json, sha256_hex
 from artifacts.library import LibrarySnapshot
 from artifacts.templates import row_to_template, template_columns
 from coral_core import __version__
+from coral_core.allocation.baselines.cauchy import cauchy
 from coral_core.allocation.baselines.homo import homo
 from coral_core.allocation.baselines.homo_joint import homo_joint
 from coral_core.allocation.explain import AllocationExplanation, Limit, explain_allocation
@@ -30,7 +31,7 @@ from coral_core.report.plan_report import plan_markdown
 from tasks.library import build_spec_from_scenario, capacity_inputs
 
 PLAN_SCHEMA_VERSION = 1
-BASELINES = {"homo": homo, "homo_joint": homo_joint}
+BASELINES = {"homo": homo, "homo_joint": homo_joint, "cauchy": cauchy}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

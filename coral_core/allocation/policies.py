@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Final
 
 from coral_core.allocation.baselines.cauchy import cauchy
+from coral_core.allocation.baselines.helix import helix, pool_allocation
 from coral_core.allocation.baselines.homo import homo
 from coral_core.allocation.baselines.homo_joint import homo_joint
 from coral_core.allocation.ilp import solve_allocation
 from coral_core.domain.allocation import AllocationProblem, AllocationResult
-from coral_core.errors import unknown_name
+from coral_core.domain.pool import PoolPlan, PoolProblem
+from coral_core.errors import InputError, unknown_name
 
 Solve = Callable[[AllocationProblem], AllocationResult]
 
@@ -56,8 +59,29 @@ POLICIES: Final[Mapping[str, Policy]] = MappingProxyType(
 )
 
 
+HELIX: Final = "helix"
+
+
 def policy(name: str) -> Policy:
-    """The policy called `name`; InputError with near misses for any other."""
+    """The policy called `name`; InputError with near misses for any other, and for `helix`, which needs a fixed pool."""
+    if name == HELIX:
+        raise InputError("policy helix needs a fixed pool", where="policy", fix="make it with helix_policy")
     if name not in POLICIES:
-        raise unknown_name("policy", name, POLICIES)
+        raise unknown_name("policy", name, [*POLICIES, HELIX])
     return POLICIES[name]
+
+
+def helix_policy(pool: PoolProblem, *, region: str, time_limit_s: float = 60.0) -> Policy:
+    """Policy `helix` on a fixed pool in `region`; the pool is placed once, when it is first asked.
+
+    Its results hold for the problem with the pool as its only template (`pool_allocation`): the whole pool is paid for.
+    """
+
+    @cache
+    def plan() -> PoolPlan:
+        return helix(pool, time_limit_s=time_limit_s)
+
+    def solve(problem: AllocationProblem) -> AllocationResult:
+        return pool_allocation(problem, pool, plan(), region=region)[1]
+
+    return Policy(name=HELIX, solve=solve, about="one model on a fixed pool, placed for the largest flow")

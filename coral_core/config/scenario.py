@@ -111,6 +111,9 @@ class LayerTimesSpec(_Strict):
     kv_memory_frac: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="share of the memory left by weights that a fixed pool plans to fill with KV cache"
     )
+    link_gbit_per_s: Positive | None = Field(
+        default=None, le=1e6, description="between any two nodes of a fixed pool; default: bound by their NICs only"
+    )
 
 
 class CapacitySpec(_Strict):

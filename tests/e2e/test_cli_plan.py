@@ -47,7 +47,7 @@ def test_a_plan_is_made_recorded_explained_and_replayed(coral, here, small):
     assert plan["instances"]
     assert plan["gap_frac"] <= 1e-3
     assert plan["bound_usd_per_h"] <= plan["objective_usd_per_h"] + 1e-9
-    assert {"homo", "homo_joint"} == set(plan["baselines"])
+    assert {"homo", "homo_joint", "cauchy"} == set(plan["baselines"])
     assert (here / plan["url"].removeprefix("file://")).exists() or plan["url"].startswith("file://")
 
     code, out, _ = coral("plan", "list", "--json")
