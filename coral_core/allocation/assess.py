@@ -38,14 +38,21 @@ class Assessment:
         return self.cost_usd_per_h + self.churn_usd_per_h
 
 
+def running_instances(problem: AllocationProblem) -> tuple[Ints, Ints, Ints]:
+    """Template, region and number of what runs now; running templates that are not on the list are left out."""
+    wanted = {item.template for item in problem.running}
+    index = {name: t for t, name in enumerate(problem.templates.ids) if name in wanted} if wanted else {}
+    region = {name: r for r, name in enumerate(problem.regions)}
+    known = [(index[x.template], region[x.region], x.count) for x in problem.running if x.template in index]
+    table = np.array(known, dtype=np.int64).reshape(-1, 3)
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
 def running_counts(problem: AllocationProblem) -> Ints:
     """Instances that run now, (templates, regions); running templates that are not on the list are left out."""
-    index = {name: i for i, name in enumerate(problem.templates.ids)}
-    region = {name: r for r, name in enumerate(problem.regions)}
     counts = np.zeros((len(problem.templates), len(problem.regions)), dtype=np.int64)
-    for item in problem.running:
-        if item.template in index:
-            counts[index[item.template], region[item.region]] += item.count
+    template, region, number = running_instances(problem)
+    np.add.at(counts, (template, region), number)
     return counts
 
 
@@ -55,17 +62,18 @@ def assess(problem: AllocationProblem, coverage: Coverage, counts: Ints) -> Asse
     number = counts[t, r]
     price = np.where(problem.templates.nodes[t] > 0, problem.price_usd_per_h[r] * problem.templates.nodes[t], 0.0)
     price_usd_per_h = price.sum(axis=1)
-    added = np.maximum(number - running_counts(problem)[t, r], 0)
+    added = np.maximum(number - _running_of(problem, t, r), 0)
     rows = len(problem.demand)
     covered = np.zeros((rows, len(problem.regions)))
     instances = np.zeros(rows, dtype=np.int64)
-    for group in coverage.groups:
-        inside = counts[group.members]
+    kind = coverage.group_of[t]
+    for g, group in enumerate(coverage.groups):
+        own = kind == g
         for row, amount in zip(group.rows, group.amounts, strict=True):
-            instances[row] += inside.sum()
+            instances[row] += number[own].sum()
             if amount > 0:
                 with np.errstate(over="ignore"):  # a tiny demand is covered infinitely often, which is enough
-                    covered[row] += problem.templates.throughput[group.members] @ inside / amount
+                    np.add.at(covered[row], r[own], problem.templates.throughput[t[own]] * number[own] / amount)
     missing = _missing(coverage, covered)
     return Assessment(
         cost_usd_per_h=math.fsum(price_usd_per_h * number),
@@ -74,6 +82,13 @@ def assess(problem: AllocationProblem, coverage: Coverage, counts: Ints) -> Asse
         deficit=tuple(max(row.min_instances - int(n), 0) for row, n in zip(problem.demand, instances, strict=True)),
         covered_frac=covered,
     )
+
+
+def _running_of(problem: AllocationProblem, t: Ints, r: Ints) -> Ints:
+    """How many of each (template, region) run now."""
+    template, region, count = running_instances(problem)
+    runs = {(i, k): n for i, k, n in zip(template.tolist(), region.tolist(), count.tolist(), strict=True)}
+    return np.array([runs.get(key, 0) for key in zip(t.tolist(), r.tolist(), strict=True)], dtype=np.int64)
 
 
 def _missing(coverage: Coverage, covered: Floats) -> list[float]:

@@ -8,6 +8,7 @@ from typing import get_args
 
 import numpy as np
 
+from coral_core.allocation.coverage import members_by_kind
 from coral_core.domain.allocation import AllocationProblem, DemandRow, Running, TemplateColumns
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
@@ -41,6 +42,8 @@ def check_problem(problem: AllocationProblem) -> None:
 
 
 def _unique(names: Sequence[str], where: str) -> None:
+    if len(set(names)) == len(names):
+        return
     seen: set[str] = set()
     for index, name in enumerate(names):
         if name in seen:
@@ -84,18 +87,18 @@ def _check_templates(templates: TemplateColumns, n_configs: int) -> None:
     _unique(templates.ids, "templates")
     for index in np.flatnonzero(~(np.isfinite(templates.throughput) & (templates.throughput >= 0))):
         _amount(float(templates.throughput[index]), f"templates[{index}].throughput")
-    for index in np.flatnonzero(((templates.nodes < 0) | (templates.nodes > MAX_COUNT)).any(axis=1)):
-        raise InputError(f"not every node count is between 0 and {MAX_COUNT}", where=f"templates[{index}].nodes")
-    for index in np.flatnonzero(templates.nodes.sum(axis=1) == 0):
+    nodes = templates.nodes
+    if nodes.size and not 0 <= nodes.min() <= nodes.max() <= MAX_COUNT:
+        bad = int(np.flatnonzero(((nodes < 0) | (nodes > MAX_COUNT)).any(axis=1))[0])
+        raise InputError(f"not every node count is between 0 and {MAX_COUNT}", where=f"templates[{bad}].nodes")
+    for index in np.flatnonzero(~nodes.any(axis=1)):
         raise InputError(f"template {templates.ids[index]!r} has no nodes", where=f"templates[{index}].nodes")
 
 
 def _check_demand(problem: AllocationProblem) -> None:
-    aggregated = {
-        model
-        for model, phase in zip(problem.templates.models, problem.templates.phases, strict=True)
-        if phase is Phase.AGGREGATED
-    }
+    some = Phase.AGGREGATED in problem.templates.phases
+    kinds = members_by_kind(problem.templates) if some else ()
+    aggregated = {model for model, phase in kinds if phase is Phase.AGGREGATED}
     phases: dict[str, set[Phase]] = {}
     for index, row in enumerate(problem.demand):
         where = f"demand[{index}]"

@@ -18,7 +18,7 @@ class Columns:
 
     template: Ints
     region: Ints
-    cost: Floats
+    price_usd_per_h: Floats
     upper: Floats
     old: Bools
 
@@ -30,7 +30,7 @@ class Columns:
         return Columns(
             template=self.template[chosen],
             region=self.region[chosen],
-            cost=self.cost[chosen],
+            price_usd_per_h=self.price_usd_per_h[chosen],
             upper=self.upper[chosen],
             old=self.old[chosen],
         )
@@ -46,7 +46,7 @@ def columns_of(problem: AllocationProblem, coverage: Coverage, keep: Bools) -> C
     return Columns(
         template=np.concatenate((new[0], old[0])),
         region=np.concatenate((new[1], old[1])),
-        cost=np.concatenate((price_tr[new] * (1 + problem.churn_k), price_tr[old])),
+        price_usd_per_h=np.concatenate((price_tr[new] * (1 + problem.churn_k), price_tr[old])),
         upper=np.concatenate((limit[new], running[old])).astype(np.float64),
         old=np.repeat([False, True], [len(new[0]), len(old[0])]),
     )

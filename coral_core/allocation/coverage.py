@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coral_core.domain.allocation import AllocationProblem, DemandRow
+from coral_core.domain.allocation import AllocationProblem, DemandRow, TemplateColumns
 from coral_core.domain.workload import Phase
 
 Ints = NDArray[np.int64]
@@ -37,12 +37,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """Groups of templates that enter some row; `active[i]`: row i has demand above 0; `pairs`: rows served together.
+    """Groups of templates that enter some row; `group_of` (templates,) their number, -1 for none; `active[i]`: row i has demand above 0; `pairs`: rows served together.
 
     Each pair is the (prefill, decode) rows of a model that must be served in the same region (`pd_same_region`).
     """
 
     groups: tuple[Group, ...]
+    group_of: Ints
     active: Bools
     pairs: tuple[tuple[int, int], ...]
 
@@ -55,22 +56,39 @@ class Coverage:
 
 def coverage_of(problem: AllocationProblem) -> Coverage:
     """Group the templates by the rows they enter. The problem must have passed `check_problem`."""
-    members: dict[tuple[str, Phase], list[int]] = {}
-    for index, key in enumerate(zip(problem.templates.models, problem.templates.phases, strict=True)):
-        members.setdefault(key, []).append(index)
     groups = []
-    for (model, phase), indices in members.items():
+    for (model, phase), members in members_by_kind(problem.templates).items():
         entered = [
             (i, amount) for i, row in enumerate(problem.demand) if (amount := _amount(row, model, phase)) is not None
         ]
         if entered:
             rows, amounts = zip(*entered, strict=True)
-            groups.append(Group(members=np.array(indices, dtype=np.int64), rows=rows, amounts=amounts))
+            groups.append(Group(members=members, rows=rows, amounts=amounts))
+    group_of = np.full(len(problem.templates), -1, dtype=np.int64)
+    for g, group in enumerate(groups):
+        group_of[group.members] = g
     active = np.array(
         [bool(row.requests_per_s if row.tokens_per_s is None else row.tokens_per_s) for row in problem.demand],
         dtype=bool,
     )
-    return Coverage(groups=tuple(groups), active=active, pairs=_pairs(problem, active))
+    return Coverage(groups=tuple(groups), group_of=group_of, active=active, pairs=_pairs(problem, active))
+
+
+def members_by_kind(templates: TemplateColumns) -> dict[tuple[str, Phase], Ints]:
+    """Templates by (model, phase), in order of first appearance."""
+    models = list(dict.fromkeys(templates.models))
+    number = {name: i for i, name in enumerate(models)}
+    phases = list(Phase)
+    of_phase = {id(phase): i for i, phase in enumerate(phases)}  # members are single objects, and ids hash fast
+    n = len(templates)
+    model = np.fromiter(map(number.__getitem__, templates.models), dtype=np.int64, count=n)
+    phase = np.fromiter(map(of_phase.__getitem__, map(id, templates.phases)), dtype=np.int64, count=n)
+    kind = model * len(phases) + phase
+    order = np.argsort(kind, kind="stable")
+    kinds, first = np.unique(kind[order], return_index=True)
+    parts = dict(zip(kinds.tolist(), np.split(order, first[1:]), strict=True)) if n else {}
+    by_appearance = sorted(parts.items(), key=lambda item: int(item[1][0]))
+    return {(models[k // len(phases)], phases[k % len(phases)]): members for k, members in by_appearance}
 
 
 def _amount(row: DemandRow, model: str, phase: Phase) -> float | None:

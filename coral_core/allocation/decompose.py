@@ -4,7 +4,8 @@ Without capacity rows the problem falls into blocks of demand rows that share te
 where aggregated templates or `pd_same_region` join its phases. Dropping rows is a relaxation. So if the joined plan fits
 into what is available it is optimal, block bounds adding up; and if every block is served in full, the sum of their cost
 bounds holds for every plan that serves all in full. Inside a block only price and throughput matter, hence the columns
-are cut to the price front (`reduce.price_front`) first.
+are cut to the price front (`fronts`) first, and most
+blocks are covering problems that a dynamic program solves (`cover`).
 """
 
 from __future__ import annotations
@@ -14,23 +15,28 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from coral_core.allocation.columns import Columns, useful_instances
-from coral_core.allocation.coverage import Bools, Coverage
+from coral_core.allocation.columns import Columns
+from coral_core.allocation.cover import CoverProblem, Items, cover
+from coral_core.allocation.coverage import Bools, Coverage, Group, fraction
 from coral_core.allocation.formulation import formulate
-from coral_core.allocation.reduce import price_front
+from coral_core.allocation.fronts import Fronts
 from coral_core.allocation.stages import Plan, Staged, StagedSolve
 from coral_core.allocation.wide import Effort
 from coral_core.domain.allocation import AllocationProblem
 from coral_core.solver.program import Solver
 
+COVER_FROM_TEMPLATES = 2_000
+"""Below this an integer program is as fast as loading the compiled dynamic program."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """The joined plan; `settled`: it fits, so it answers the joint problem. `full_service_bound` in USD/h."""
+    """The joined plan; `settled`: it fits, so it answers the joint problem. `columns`: how many were left on the fronts."""
 
     staged: Staged
     settled: bool
-    full_service_bound: float
+    full_service_bound_usd_per_h: float
+    columns: int
 
 
 def blocks_of(problem: AllocationProblem, coverage: Coverage) -> list[tuple[int, ...]]:
@@ -43,21 +49,21 @@ def blocks_of(problem: AllocationProblem, coverage: Coverage) -> list[tuple[int,
 
 
 def solve_blocks(
-    problem: AllocationProblem, coverage: Coverage, columns: Columns, solver: Solver, effort: Effort
+    problem: AllocationProblem, coverage: Coverage, fronts: Fronts, solver: Solver, effort: Effort
 ) -> Blocks:
     """Solve every block without capacity limits, within less than half of the time left, and join the plans."""
-    columns = _unlimited(problem, coverage, columns)
     blocks = blocks_of(problem, coverage)
     share = effort.within(0.4)
-    solved = []
+    solved, columns = [], 0
     for number, rows in enumerate(blocks):
-        own = columns.take(_in_block(problem, coverage, columns, rows))
-        formulation = formulate(problem, coverage, own, rows=rows, capacity=False)
-        solve = StagedSolve(problem=problem, coverage=coverage, formulation=formulation, rows=rows, solver=solver)
-        solved.append(solve.run(share.within(1 / (len(blocks) - number))))
+        by_region = any(row in pair for pair in coverage.pairs for row in rows)
+        own = fronts.columns(rows, by_region=by_region)
+        columns += len(own)
+        block = Block(problem=problem, coverage=coverage, columns=own, rows=rows, by_region=by_region)
+        solved.append(_solve_block(block, solver, share.within(1 / (len(blocks) - number))))
     counts = np.zeros((len(problem.templates), len(problem.regions)), dtype=np.int64)
-    for block in solved:
-        counts += block.plan.counts
+    for staged in solved:
+        counts += staged.plan.counts
     plan = Plan(
         counts=counts,
         deficit=sum(block.plan.deficit for block in solved),
@@ -66,38 +72,96 @@ def solve_blocks(
     )
     staged = Staged(
         plan=plan,
-        cost_bound=math.fsum(block.cost_bound for block in solved),
+        cost_bound_usd_per_h=math.fsum(block.cost_bound_usd_per_h for block in solved),
         deficit_bound=math.fsum(block.deficit_bound for block in solved),
         shortfall_bound=math.fsum(block.shortfall_bound for block in solved),
     )
-    used = counts.T @ problem.templates.nodes
+    t, r = np.nonzero(counts)
+    used = np.zeros_like(problem.available)
+    np.add.at(used, r, problem.templates.nodes[t] * counts[t, r][:, None])
     return Blocks(
         staged=staged,
         settled=bool((used <= problem.available).all()),
-        full_service_bound=staged.cost_bound if plan.full else 0.0,
+        columns=columns,
+        full_service_bound_usd_per_h=staged.cost_bound_usd_per_h if plan.full else 0.0,
     )
 
 
-def _unlimited(problem: AllocationProblem, coverage: Coverage, columns: Columns) -> Columns:
-    """Columns that fit at all, new instances without the limits that availability sets."""
-    columns = columns.take(columns.upper > 0)
-    useful = useful_instances(problem, coverage)[columns.template].astype(float)
-    return replace(columns, upper=np.where(columns.old, columns.upper, useful))
+def _solve_block(block: Block, solver: Solver, effort: Effort) -> Staged:
+    """By dynamic program where the block is of that kind and it gets within the gap, else by integer program."""
+    formulation = formulate(block.problem, block.coverage, block.columns, rows=block.rows, capacity=False)
+    solve = StagedSolve(
+        problem=block.problem, coverage=block.coverage, formulation=formulation, rows=block.rows, solver=solver
+    )
+    if len(block.problem.templates) < COVER_FROM_TEMPLATES or not block.coverable:
+        return solve.run(effort)
+    found = cover(block.cover_problem(), gap_frac=effort.gap_frac)
+    if found.plan is None:
+        return solve.run(effort)
+    counts = np.zeros((len(block.problem.templates), len(block.problem.regions)), dtype=np.int64)
+    for column, number in found.plan.items():
+        counts[block.columns.template[column], block.columns.region[column]] += number
+    plan = solve.judge(counts)
+    if plan.cost_usd_per_h - found.bound_usd_per_h <= effort.gap_frac * plan.cost_usd_per_h:
+        return Staged(plan=plan, cost_bound_usd_per_h=found.bound_usd_per_h)
+    staged = solve.run(effort, start=plan)
+    better = max(staged.cost_bound_usd_per_h, found.bound_usd_per_h)
+    return replace(staged, cost_bound_usd_per_h=better) if staged.plan.full else staged
 
 
-def _in_block(problem: AllocationProblem, coverage: Coverage, columns: Columns, rows: tuple[int, ...]) -> Bools:
-    """The block's columns on the price front; where regions matter, on each region's own. What runs always stays."""
-    chosen = np.zeros(len(columns), dtype=bool)
-    by_region = any(row in pair for pair in coverage.pairs for row in rows)
-    group_of = np.full(len(problem.templates), -1, dtype=np.int64)
-    for g, group in enumerate(coverage.groups):
-        group_of[group.members] = g if group.rows[0] in rows else -1
-    kind = group_of[columns.template]
-    for g, group in enumerate(coverage.groups):
-        throughput = np.minimum(problem.templates.throughput, max(group.amounts))[columns.template]
-        for r in range(len(problem.regions)) if by_region else (None,):
-            inside = kind == g if r is None else (kind == g) & (columns.region == r)
-            new = np.flatnonzero(inside & ~columns.old)
-            chosen[new[price_front(columns.cost[new], throughput[new])]] = True
-            chosen[inside & columns.old] = True
-    return chosen
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Demand rows that are solved together, and the columns that may matter to them where no capacity binds."""
+
+    problem: AllocationProblem
+    coverage: Coverage
+    columns: Columns
+    rows: tuple[int, ...]
+    by_region: bool
+
+    @property
+    def groups(self) -> list[Group]:
+        """Groups of templates that enter the block's rows."""
+        return [group for group in self.coverage.groups if group.rows[0] in self.rows]
+
+    @property
+    def coverable(self) -> bool:
+        """Whether the block is a `CoverProblem`: it asks for throughput alone, and alike of all its rows."""
+        rows = [self.problem.demand[i] for i in self.rows]
+        plain = all(row.min_instances == 0 and row.max_instances is None and row.weight > 0 for row in rows)
+        active = all(self.coverage.active[i] for i in self.rows)
+        alike = all(len(group.rows) == 1 or len(set(group.amounts)) == 1 for group in self.groups)
+        return plain and active and alike
+
+    def cover_problem(self) -> CoverProblem:
+        """The block as a covering problem; its columns keep their numbers."""
+        regions = range(len(self.problem.regions)) if self.by_region else (None,)
+        nothing = self._items(np.zeros(len(self.columns), dtype=bool), 1.0)
+        places, everywhere = [], nothing
+        kind = self.coverage.group_of[self.columns.template]
+        inside = {group.rows: kind == g for g, group in enumerate(self.coverage.groups)}
+        for group in self.groups:
+            if len(group.rows) > 1:
+                everywhere = self._items(inside[group.rows], group.amounts[0])
+        alone = {group.rows[0]: group for group in self.groups if len(group.rows) == 1}
+        for r in regions:
+            own = []
+            for i in self.rows:
+                if i in alone:
+                    mine = inside[alone[i].rows]
+                    here = mine if r is None else mine & (self.columns.region == r)
+                    own.append(self._items(here, alone[i].amounts[0]))
+            if len(own) == len(self.rows) and all(len(items) for items in own):
+                places.append(tuple(own))
+        return CoverProblem(places=tuple(places), everywhere=everywhere)
+
+    def _items(self, chosen: Bools, amount: float) -> Items:
+        column = np.flatnonzero(chosen)
+        frac = fraction(self.problem.templates.throughput[self.columns.template[column]], amount)
+        column, frac = column[frac > 0], frac[frac > 0]
+        return Items(
+            column=column,
+            price_usd_per_h=self.columns.price_usd_per_h[column],
+            covered_frac=frac,
+            upper=np.where(self.columns.old[column], self.columns.upper[column], np.inf),
+        )

@@ -58,7 +58,7 @@ class Formulation:
 
     columns: Columns
     program: WideProgram
-    cost: Floats
+    cost_usd_per_h: Floats
     weight: Floats
     shortfall: slice
     deficit: slice
@@ -72,11 +72,11 @@ class Formulation:
         upper = self.program.upper.copy()
         upper[self.shortfall] = np.where(self.weight[self.shortfall] > 0, 0.0, 1.0)
         upper[self.deficit] = 0.0
-        return replace(self.program, objective=self.cost, upper=upper)
+        return replace(self.program, objective=self.cost_usd_per_h, upper=upper)
 
     def least_deficit(self) -> WideProgram:
         """Fewest instances missing from floors."""
-        objective = np.zeros_like(self.cost)
+        objective = np.zeros_like(self.cost_usd_per_h)
         objective[self.deficit] = 1.0
         return replace(self.program, objective=objective)
 
@@ -86,7 +86,7 @@ class Formulation:
 
     def least_cost(self, deficit: int, shortfall: float) -> WideProgram:
         """Least cost at no more than the deficit and the weighted shortfall given."""
-        return replace(self.program, objective=self.cost, row_upper=self._stage(deficit, shortfall))
+        return replace(self.program, objective=self.cost_usd_per_h, row_upper=self._stage(deficit, shortfall))
 
     def _stage(self, deficit: int, shortfall: float) -> Floats:
         row_upper = self.program.row_upper.copy()
@@ -95,7 +95,7 @@ class Formulation:
 
     def point(self, counts: Ints, assessment: Assessment) -> Floats:
         """The solution that `counts` stand for: running before new, and the least s, d and e that go with them."""
-        x = np.zeros(len(self.cost))
+        x = np.zeros(len(self.cost_usd_per_h))
         rest = counts.copy()
         for old in (True, False):
             index = np.flatnonzero(self.columns.old == old)
@@ -190,7 +190,7 @@ def formulate(
     weight[s] = [math.fsum(problem.demand[i].weight for i in unit) / weight_of_one for unit in units]
     built.add((Family.STAGE, 0, 0), (e, np.ones(n_e)))
     built.add((Family.STAGE, 1, 0), (s, weight[s]))
-    cost = np.concatenate((columns.cost, np.zeros(n_s + n_d + n_e)))
+    cost = np.concatenate((columns.price_usd_per_h, np.zeros(n_s + n_d + n_e)))
     program = WideProgram.from_entries(
         objective=cost,
         upper=np.concatenate(
@@ -207,7 +207,7 @@ def formulate(
     return Formulation(
         columns=columns,
         program=program,
-        cost=cost,
+        cost_usd_per_h=cost,
         weight=weight,
         shortfall=slice(len(columns), len(columns) + n_s),
         deficit=slice(n - n_e, n),
@@ -265,10 +265,7 @@ def _entered(
     """Per row: the columns that enter it and the fraction that one instance covers."""
     empty = (np.zeros(0, dtype=np.int64), np.zeros(0))
     found = {i: [empty] for i in range(len(problem.demand))}
-    group_of = np.full(len(problem.templates), -1, dtype=np.int64)
-    for g, group in enumerate(coverage.groups):
-        group_of[group.members] = g
-    group_of_column = group_of[columns.template]
+    group_of_column = coverage.group_of[columns.template]
     for g, group in enumerate(coverage.groups):
         index = np.flatnonzero(group_of_column == g)
         throughput = problem.templates.throughput[columns.template[index]]

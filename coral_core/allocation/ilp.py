@@ -1,7 +1,7 @@
 """Which templates to run how often in which region: the joint integer program (DESIGN 3.6).
 
-Data, variables, constraints and objective are stated in `formulation`; this module orders the work: reduce the columns,
-try the problem without capacity limits model by model, solve the joint program where that does not hold, verify.
+Data, variables, constraints and objective are stated in `formulation`; this module orders the work: try the problem
+without capacity limits model by model; where that does not hold, reduce the columns and solve the joint program; verify.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from coral_core.allocation.columns import columns_of
 from coral_core.allocation.coverage import coverage_of, weight_unit
 from coral_core.allocation.decompose import solve_blocks
 from coral_core.allocation.formulation import formulate
+from coral_core.allocation.fronts import Fronts
 from coral_core.allocation.reduce import reduce_columns
 from coral_core.allocation.stages import StagedSolve
 from coral_core.allocation.verify import verify_allocation
@@ -38,21 +39,24 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
     check_problem(problem)
     chosen = _Choosing(preference=cast("Preference", problem.options.solver)) if solver is None else solver
     coverage = coverage_of(problem)
-    reduction = reduce_columns(problem, coverage)
-    columns = columns_of(problem, coverage, reduction.keep)
     effort = Effort(gap_frac=problem.options.gap_frac, deadline_s=started + problem.options.time_limit_s)
-    blocks = solve_blocks(problem, coverage, columns, chosen, effort)
+    blocks = solve_blocks(problem, coverage, Fronts.of(problem, coverage), chosen, effort)
     staged = blocks.staged
+    counted = {"columns_all": float(len(problem.templates) * len(problem.regions)), "columns": float(blocks.columns)}
     if not blocks.settled:
+        reduction = reduce_columns(problem, coverage)
+        columns = columns_of(problem, coverage, reduction.keep)
+        counted = {**reduction.counts, "columns": float(len(columns))}
         rows = tuple(range(len(problem.demand)))
         formulation = formulate(problem, coverage, columns)
         solve = StagedSolve(problem=problem, coverage=coverage, formulation=formulation, rows=rows, solver=chosen)
         staged = solve.run(effort)
-    cost_bound = max(staged.cost_bound, blocks.full_service_bound) if staged.plan.full else staged.cost_bound
+    cost_bound = staged.cost_bound_usd_per_h
+    if staged.plan.full:
+        cost_bound = max(cost_bound, blocks.full_service_bound_usd_per_h)
     proven = staged.needs_proven(problem.options.gap_frac)
     statistics = {
-        **reduction.counts,
-        "columns": len(columns),
+        **counted,
         "decomposed": float(blocks.settled),
         "shortfall_weighted": staged.plan.shortfall * weight_unit(problem),
         "shortfall_bound": min(staged.shortfall_bound, staged.plan.shortfall) * weight_unit(problem),

@@ -87,4 +87,4 @@ def _at_plan(formulation: Formulation, plan: Assessment) -> WideProgram:
     missing = np.array([plan.missing_frac[unit[0]] for unit in formulation.units])
     upper[formulation.shortfall] = missing + DEMAND_TOLERANCE_FRAC
     upper[formulation.deficit] = [plan.deficit[i] for i in formulation.floors]
-    return replace(formulation.program, objective=formulation.cost, upper=upper)
+    return replace(formulation.program, objective=formulation.cost_usd_per_h, upper=upper)

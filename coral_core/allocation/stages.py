@@ -52,10 +52,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A plan with proven bounds; `cost_bound` holds for every plan of the least deficit and shortfall."""
+    """A plan with proven bounds; `cost_bound_usd_per_h` holds for every plan of the least deficit and shortfall."""
 
     plan: Plan
-    cost_bound: float
+    cost_bound_usd_per_h: float
     deficit_bound: float = 0.0
     shortfall_bound: float = 0.0
 
@@ -75,23 +75,25 @@ class StagedSolve:
     rows: tuple[int, ...]
     solver: Solver
 
-    def run(self, effort: Effort) -> Staged:
-        """Solve within the effort."""
-        nothing = self.judge(np.zeros((len(self.problem.templates), len(self.problem.regions)), dtype=np.int64))
+    def run(self, effort: Effort, start: Plan | None = None) -> Staged:
+        """Solve within the effort, from `start` if there is a plan already."""
+        nothing = start or self.judge(
+            np.zeros((len(self.problem.templates), len(self.problem.regions)), dtype=np.int64)
+        )
         seed, servable = np.zeros(0, dtype=np.int64), True
         if len(self.formulation.columns) > DIRECT_COLUMNS:
             seed, servable = self._relaxed_service(effort.within(0.2))
         if not servable:
             return self._short(effort, nothing, seed)
         program = self.formulation.full()
-        plan, cost_bound = self._improve(program, effort.within(0.5), nothing, seed)
+        plan, cost_bound_usd_per_h = self._improve(program, effort.within(0.5), nothing, seed)
         if not plan.full:
             return self._short(effort, plan, seed)
-        if plan.cost_usd_per_h - cost_bound > effort.gap_frac * plan.cost_usd_per_h:
+        if plan.cost_usd_per_h - cost_bound_usd_per_h > effort.gap_frac * plan.cost_usd_per_h:
             # the half kept back for the case that not everything can be met
             plan, again = self._improve(program, effort, plan, seed)
-            cost_bound = max(cost_bound, again)
-        return Staged(plan=plan, cost_bound=cost_bound)
+            cost_bound_usd_per_h = max(cost_bound_usd_per_h, again)
+        return Staged(plan=plan, cost_bound_usd_per_h=cost_bound_usd_per_h)
 
     def _short(self, effort: Effort, plan: Plan, seed: Ints) -> Staged:
         """Not everything can be met, or it was not found in time."""
@@ -102,8 +104,13 @@ class StagedSolve:
         plan, shortfall_bound = self._improve(program, effort.within(0.6), plan, seed)
         # well above the feasibility tolerance: HiGHS was seen to claim a wrong optimum where a row's room is close to it
         program = self.formulation.least_cost(plan.deficit, plan.shortfall + SHORTFALL_TOLERANCE / 2)
-        plan, cost_bound = self._improve(program, effort, plan, seed)
-        return Staged(plan=plan, cost_bound=cost_bound, deficit_bound=deficit_bound, shortfall_bound=shortfall_bound)
+        plan, cost_bound_usd_per_h = self._improve(program, effort, plan, seed)
+        return Staged(
+            plan=plan,
+            cost_bound_usd_per_h=cost_bound_usd_per_h,
+            deficit_bound=deficit_bound,
+            shortfall_bound=shortfall_bound,
+        )
 
     def judge(self, counts: Ints) -> Plan:
         """How `counts` stand in this solve's rows."""

@@ -32,7 +32,8 @@ def verify_allocation(problem: AllocationProblem, result: AllocationResult) -> N
 
 
 def _counts(problem: AllocationProblem, result: AllocationResult) -> dict[tuple[int, int], int]:
-    template = {name: i for i, name in enumerate(problem.templates.ids)}
+    used = {item.template for item in result.instances}
+    template = {name: i for i, name in enumerate(problem.templates.ids) if name in used}
     region = {name: r for r, name in enumerate(problem.regions)}
     held: dict[tuple[int, int], int] = {}
     for index, item in enumerate(result.instances):

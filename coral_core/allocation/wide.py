@@ -253,11 +253,6 @@ def _solve_on(
     scale = cost_scale(program.objective)
     part = program.take(columns, relaxed=False, scale=scale)
     answer = solver.solve(part, effort.options(None if start is None else start[columns]))
-    if start is not None and answer.x is not None and answer.objective is not None:
-        stated, found = answer.objective, float(part.objective @ answer.x)
-        if abs(stated - found) > _NOISE * max(1.0, abs(stated)):
-            # HiGHS 1.16 can return the starting point beside the objective of a better one that presolve saw
-            answer = solver.solve(part, effort.options())
     if answer.status is SolveStatus.INFEASIBLE:
         return WideSolution(x=None, bound=math.inf, infeasible=True)
     bound = -math.inf if answer.bound is None else answer.bound / scale

@@ -14,7 +14,7 @@ from coral_core.solver.builder import ProgramBuilder
 from coral_core.solver.check import objective_value, violation
 from coral_core.solver.gurobi import GurobiSolver, gurobi_info
 from coral_core.solver.highs import HighsSolver
-from coral_core.solver.program import IntegerProgram, SolveOptions, SolveStatus
+from coral_core.solver.program import IntegerProgram, SolveOptions, SolveResult, SolveStatus
 
 INF = math.inf
 
@@ -288,3 +288,30 @@ def test_broken_sparse_rows_are_refused(solver, broken):
 def test_a_warm_start_of_the_wrong_length_is_refused(solver):
     with pytest.raises(SolverError, match="warm start"):
         solver.solve(program([1, 1], [[1, 1]]), SolveOptions(warm_start=np.zeros(3)))
+
+
+@pytest.mark.parametrize("again", [SolveStatus.OPTIMAL, SolveStatus.UNKNOWN])
+def test_a_starting_point_beside_another_objective_is_not_believed(monkeypatch, again):
+    """As HiGHS 1.16 does with some starting points: solved again without it, or claimed as no more than it is."""
+    builder = ProgramBuilder()
+    x = builder.add_columns("x", 1, objective=1.0, upper=9, integer=True)
+    builder.add_rows("least", 1, rows=[0], columns=x, lower=2.5)
+    program, starts = builder.build(), []
+
+    def mix_up(program, options):
+        starts.append(options.warm_start)
+        if options.warm_start is None:
+            found = again is SolveStatus.OPTIMAL
+            x, value = (np.array([3.0]), 3.0) if found else (None, None)
+            return SolveResult(status=again, x=x, objective=value, bound=value, solve_s=0.0, solver="highs")
+        start = options.warm_start
+        return SolveResult(status=SolveStatus.OPTIMAL, x=start, objective=3.0, bound=3.0, solve_s=0.0, solver="highs")
+
+    monkeypatch.setattr("coral_core.solver.highs._run", mix_up)
+    result = HighsSolver().solve(program, SolveOptions(warm_start=np.array([9.0])))
+    assert [start is None for start in starts] == [False, True]
+    assert result.objective == objective_value(program, result.x)
+    assert (result.status, result.objective) == (
+        (SolveStatus.OPTIMAL, 3.0) if again is SolveStatus.OPTIMAL else (SolveStatus.FEASIBLE, 9.0)
+    )
+    assert result.bound == 3.0

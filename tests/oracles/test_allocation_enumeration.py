@@ -204,3 +204,16 @@ def test_column_growth_equals_enumeration(doc, tmp_path_factory):
         patch.setattr("coral_core.allocation.wide._FIRST_COLUMNS", 1)
         patch.setattr("coral_core.allocation.wide._SIFT_BATCH", 1)
         agrees(doc, tmp_path_factory.mktemp("doc") / "problem.json")
+
+
+@settings(max_examples=150, deadline=None)
+@given(doc=documents(), units=st.sampled_from([4, 64, 2048]))
+def test_covering_by_dynamic_program_equals_enumeration(doc, units, tmp_path_factory):
+    """Blocks without binding capacity on demand units, from grids so coarse that rounding matters."""
+    for nodes in doc["regions"].values():
+        for offer in nodes.values():
+            offer["available"] = min(offer["available"] * 2, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coral_core.allocation.decompose.COVER_FROM_TEMPLATES", 0)
+        patch.setattr("coral_core.allocation.cover._FIRST_UNITS", units)
+        agrees(doc, tmp_path_factory.mktemp("doc") / "problem.json")

@@ -106,18 +106,6 @@ def test_a_solver_that_cheats_is_asked_again():
     assert result.status is AllocationStatus.GAP
 
 
-def test_a_point_that_is_not_its_objective_is_solved_again():
-    """As HiGHS 1.16 does with some starting points."""
-    given = random_problem(held=4)
-
-    def mix_up(program, answer, call):
-        return answer if answer.x is None or call % 2 == 0 else replace(answer, objective=answer.objective - 1.0)
-
-    assert solve_allocation(given, solver=Scripted(mix_up)).objective_usd_per_h == pytest.approx(
-        solve_allocation(given).objective_usd_per_h
-    )
-
-
 def test_nothing_found_in_time_is_an_honest_empty_plan():
     def silent(program, answer, call):
         return SolveResult(status=SolveStatus.UNKNOWN, x=None, objective=None, bound=None, solve_s=0.0, solver="s")
