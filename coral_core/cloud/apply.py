@@ -194,6 +194,8 @@ class _Run:
 
     def _start(self, step: Step, order: NodeOrder) -> bool:
         """Start one node; False where the rest of the instance must wait or fail with it."""
+        if self._has_refused(order):  # since this round's steps were made: the next round goes elsewhere
+            return False
         self._permit()
         name, number = order.tags.instance_id, order.tags.node
         outcome = self.ports.provisioner.start(self.plan.fleet, order)
@@ -209,6 +211,12 @@ class _Run:
         self.unknown_s.pop((name, number), None)
         self._record(step, f"node {number} in {node.zone}: {node.node_id} is {node.state}")
         return node.live
+
+    def _has_refused(self, order: NodeOrder) -> bool:
+        return any(
+            Exhausted(region=order.region, zone=zone, config=order.tags.config, market=order.market) in self.exhausted
+            for zone in (order.zone, None)
+        )
 
     def _note_refusal(self, order: NodeOrder, outcome: Refused, now_s: float) -> None:
         refusal, config = outcome.refusal, order.tags.config

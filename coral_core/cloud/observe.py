@@ -17,7 +17,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from coral_core.cloud.ports import StartFailure
-from coral_core.cloud.provisioner import Refusal
+from coral_core.cloud.provisioner import CloudBusyError, Refusal
 from coral_core.cloud.supply import Gap, GapKind, OfferState, PoolLimit, Reading, Supply
 from coral_core.domain.fleet import FleetId, Offer
 from coral_core.domain.hardware import Market
@@ -103,26 +103,34 @@ def observe_supply(
     held: Mapping[Offer, int],
     failures: Iterable[StartFailure],
     now: datetime,
+    sleep: Callable[[float], None],
     max_age: MaxAge | None = None,
 ) -> Supply:
-    """Ask every source once per region. A source that fails makes gaps of what it should have said, with its reason."""
+    """Ask every source about every region, a busy one up to three times.
+
+    A source that fails makes gaps of what it should have said, with its reason.
+    """
     ages = max_age or MaxAge()
     recent = [f for f in failures if now - f.at <= timedelta(seconds=ages.cool_down_s)]
     offers: dict[Offer, OfferState] = {}
     pools: list[PoolLimit] = []
     for region in regions:
-        view = _RegionView(sources, fleet, region, configs, now=now, ages=ages, held=held, recent=recent)
+        view = _RegionView(sources, fleet, region, configs, now=now, ages=ages, held=held, recent=recent, sleep=sleep)
         offers |= {(region, config, market): view.state(config, market) for config in configs for market in markets}
         pools += view.pools(configs, markets)
     return Supply(as_of=now, offers=offers, pools=tuple(pools))
 
 
-def _asked(call: Callable[[], Value]) -> tuple[Value | None, str]:
+def _asked(call: Callable[[], Value], sleep: Callable[[float], None]) -> tuple[Value | None, str]:
     """The answer of a source, or None and why there is none."""
-    try:
-        return call(), ""
-    except CoralError as error:
-        return None, str(error)
+    for pause_s in (1.0, 3.0, None):
+        try:
+            return call(), ""
+        except CoralError as error:
+            if pause_s is None or not isinstance(error, CloudBusyError):
+                return None, str(error)
+            sleep(pause_s)
+    raise AssertionError("the last attempt returns")
 
 
 class _UnknownError(Exception):
@@ -154,16 +162,17 @@ class _RegionView:
         ages: MaxAge,
         held: Mapping[Offer, int],
         recent: Sequence[StartFailure],
+        sleep: Callable[[float], None],
     ) -> None:
         self.region, self.now, self.ages, self.held, self.recent = region, now, ages, held, recent
         self.quotas = sources.quotas
-        price, self.price_fault = _asked(lambda: sources.prices.on_demand_usd_per_h(region, configs))
-        spot, self.spot_fault = _asked(lambda: sources.spot.spot_usd_per_h(region, configs))
-        size, self.size_fault = _asked(lambda: sources.quotas.vcpus(region, configs))
-        limit, self.limit_fault = _asked(lambda: sources.quotas.limit_vcpus(region))
+        price, self.price_fault = _asked(lambda: sources.prices.on_demand_usd_per_h(region, configs), sleep)
+        spot, self.spot_fault = _asked(lambda: sources.spot.spot_usd_per_h(region, configs), sleep)
+        size, self.size_fault = _asked(lambda: sources.quotas.vcpus(region, configs), sleep)
+        limit, self.limit_fault = _asked(lambda: sources.quotas.limit_vcpus(region), sleep)
         self.price, self.spot, self.size, self.limit = price or {}, spot or {}, size or {}, limit or {}
-        self.sold, self.sold_fault = _asked(lambda: sources.offerings.zones(region, configs))
-        self.others, self.others_fault = _asked(lambda: sources.quotas.others_vcpus(fleet, region))
+        self.sold, self.sold_fault = _asked(lambda: sources.offerings.zones(region, configs), sleep)
+        self.others, self.others_fault = _asked(lambda: sources.quotas.others_vcpus(fleet, region), sleep)
 
     def state(self, config: str, market: Market) -> OfferState:
         """Availability, price and zones of one offer."""

@@ -69,6 +69,10 @@ class Ec2Server:
     def count(self, action: str) -> int:
         return sum(name == action for name, _ in self.log)
 
+    def quotas(self, region: str) -> dict[str, float]:
+        """vCPUs by quota code."""
+        return {**_recorded("quotas.json"), **{c: v for (r, c), v in self.quota_vcpus.items() if r == region}}
+
     def machines(self, region: str) -> list[Any]:
         """moto's own records of instances that are not terminated."""
         from moto.backends import get_backend
@@ -151,9 +155,15 @@ class Ec2Server:
                 return 400, _error("IdempotentParameterMismatch", "the token was used by another request"), "text/xml"
             return 200, known[1], "text/xml"
         zone, kind = parameters.get("Placement.AvailabilityZone", ""), parameters.get("InstanceType", "")
-        held = sum((m.placement, m.instance_type) == (zone, kind) for m in self.machines(region))
+        machines = self.machines(region)
+        held = sum((m.placement.zone, m.instance_type) == (zone, kind) for m in machines)
         if held >= self.capacity.get((zone, kind), held + 1):
             return 500, _error("InsufficientInstanceCapacity", f"no {kind} in {zone}"), "text/xml"
+        spot = parameters.get("InstanceMarketOptions.MarketType") == "spot"
+        used = sum(_VCPUS[m.instance_type] for m in machines if (m.lifecycle == "spot") == spot)
+        if used + _VCPUS[kind] > self.quotas(region)["L-3819A6DF" if spot else "L-DB2E81BA"]:
+            code = "MaxSpotInstanceCountExceeded" if spot else "VcpuLimitExceeded"
+            return 400, _error(code, f"{used} vCPUs are in use"), "text/xml"
         group = parameters.get("Placement.GroupName")
         if group and (region, group) not in self.groups:
             return 400, _error("InvalidPlacementGroup.Unknown", group), "text/xml"
@@ -209,9 +219,12 @@ class Ec2Server:
         return 200, text, "application/x-amz-json-1.1"
 
     def _own_ListServiceQuotas(self, region, _parameters, _json):  # noqa: N802  # the API's name
-        known = {**_recorded("quotas.json"), **{c: v for (r, c), v in self.quota_vcpus.items() if r == region}}
-        quotas = [{"ServiceCode": "ec2", "QuotaCode": code, "Value": value} for code, value in known.items()]
+        quotas = [{"ServiceCode": "ec2", "QuotaCode": code, "Value": v} for code, v in self.quotas(region).items()]
         return 200, json.dumps({"Quotas": quotas}).encode(), "application/x-amz-json-1.1"
+
+
+_VCPUS = {"g5.xlarge": 4, "g6.xlarge": 4, "g6e.xlarge": 4, "g5.12xlarge": 48}
+"""All types here count in the same pool of quotas: running G and VT instances."""
 
 
 def _product(kind: str, region: str, usd_per_h: float) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""Fleet and supply in the words of the allocation problem, and its answer as a fleet plan. Pure.
+
+A market is part of a name: `g5.xlarge` is on demand, `g5.xlarge@spot` is spot, and so are a template's two forms.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from coral_core.cloud.fleet_view import Instance, gather
+from coral_core.cloud.supply import PlanningArrays
+from coral_core.domain.allocation import InstanceCount, Running
+from coral_core.domain.fleet import InstanceSpec, Node, Offer, Wanted
+from coral_core.domain.hardware import Market
+from coral_core.errors import unknown_name
+
+_SPOT: Final = f"@{Market.SPOT}"
+
+
+def market_name(name: str, market: Market) -> str:
+    """The name of a configuration or template in a market."""
+    return f"{name}{_SPOT}" if market is Market.SPOT else name
+
+
+def split_market(name: str) -> tuple[str, Market]:
+    """The name and the market that `market_name` has joined."""
+    return (name.removesuffix(_SPOT), Market.SPOT) if name.endswith(_SPOT) else (name, Market.ON_DEMAND)
+
+
+def running_of(nodes: Iterable[Node]) -> tuple[Running, ...]:
+    """Whole serving instances that stand and are not being taken back, as the allocation's `running`."""
+    counts = Counter(
+        (market_name(instance.template_id, instance.market), instance.region)
+        for instance in gather(nodes)
+        if _stays(instance)
+    )
+    return tuple(Running(template=t, region=r, count=n) for (t, r), n in sorted(counts.items()))
+
+
+def _stays(instance: Instance) -> bool:
+    return (
+        instance.consistent
+        and not instance.missing
+        and all(node.live and not node.interrupted for node in instance.nodes)
+    )
+
+
+def wanted_of(instances: Iterable[InstanceCount], specs: Mapping[str, InstanceSpec]) -> tuple[Wanted, ...]:
+    """An allocation's instances as a fleet plan wants them; InputError for a template without a spec."""
+    wanted = []
+    for index, item in enumerate(instances):
+        template, market = split_market(item.template)
+        if template not in specs:
+            raise unknown_name("template", template, specs, where=f"instances[{index}]")
+        wanted.append(Wanted(spec=specs[template], region=item.region, market=market, count=item.count))
+    return tuple(wanted)
+
+
+def lower(
+    arrays: PlanningArrays, regions: Sequence[str], columns: Sequence[tuple[str, Market]], lowered: Mapping[Offer, int]
+) -> PlanningArrays:
+    """The arrays with no more available than a run has found (`ApplyReport.lowered`), to solve again at once."""
+    available = arrays.available.copy()
+    for r, region in enumerate(regions):
+        for c, (config, market) in enumerate(columns):
+            available[r, c] = min(int(available[r, c]), lowered.get((region, config, market), int(available[r, c])))
+    return replace(arrays, available=available)
