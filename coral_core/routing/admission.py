@@ -30,7 +30,10 @@ def retry_after_s(waiting_requests: float, rate_requests_per_s: float, bound_s: 
     """When a rejected request may come back: once the queue has drained to the bound; `unknown_s` if nothing serves."""
     if rate_requests_per_s <= 0:
         return unknown_s
-    return max(expected_wait_s(waiting_requests, rate_requests_per_s) - bound_s, 0.0)
+    wait_s = expected_wait_s(waiting_requests, rate_requests_per_s)
+    if wait_s <= bound_s:  # also where both are infinite, whose difference is no number
+        return 0.0
+    return wait_s - bound_s
 
 
 def may_retry(sent_bytes: int, retries: int, max_retries: int) -> bool:
