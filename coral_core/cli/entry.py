@@ -29,6 +29,8 @@ for group, text in {
     "plan": "The cheapest plan for a scenario, and why it is so.",
     "placement": "Solve placement problems of your own (JSON in, JSON out).",
     "allocation": "Solve allocation problems of your own (JSON in, JSON out).",
+    "bench": "Measure what the work takes on this machine.",
+    "evaluate": "Compare settings, policies and scenarios.",
     "flows": "Prefect: run the flows, serve the deployments.",
 }.items():
     app.command(f"coral_core.cli.{group}:app", name=group, help=text)

@@ -28,7 +28,7 @@ def find(key: np.uint64, row: int, less: int, counts: Shorts, keys: Keys, slots:
     Where it is absent, -1 - the free slot at which it would stand.
     """
     last = len(slots) - 1
-    slot: int = np.int64(key * _MIX >> np.uint64(32)) & last
+    slot = int(key * _MIX >> np.uint64(32)) & last
     while slots[slot] >= 0:
         other: int = slots[slot]
         if keys[other] == key:
