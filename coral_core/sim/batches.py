@@ -9,7 +9,7 @@ Nodes of later stages take what reached them in the same order of kinds, chunks 
 
 from __future__ import annotations
 
-from coral_core.sim.blocks import attended_pairs, blocks_for, has_room, kept_tokens, make_room, take
+from coral_core.sim.blocks import attended_pairs, blocks_for, has_room, kept_tokens, make_room, set_decoding, take
 from coral_core.sim.columns import (
     F_KEPT,
     F_PAIRS,
@@ -49,7 +49,9 @@ from coral_core.sim.columns import (
 )
 from coral_core.sim.network import send_kv
 from coral_core.sim.queues import (
+    append,
     append_item,
+    arrived_list,
     decode_list,
     free_item,
     new_item,
@@ -66,6 +68,7 @@ def form_entry_batch(w: World, n: int) -> None:
     """Fill the batch of an idle entry node; it stays empty where nothing can run."""
     i = w.node[n, N_INSTANCE]
     _clear_batch(w, n)
+    _admit_arrived(w, n)
     budget = w.inst[i, I_MAX_TOKENS]
     preempted = 0
     most = _share(w.node[n, N_LIVE], w.inst[i, I_MICRO_BATCHES])
@@ -88,8 +91,24 @@ def form_entry_batch(w: World, n: int) -> None:
         _admit(w, n, budget)
 
 
+def _admit_arrived(w: World, n: int) -> None:
+    """Let requests decode whose KV is there."""
+    i = w.node[n, N_INSTANCE]
+    r = w.lists[arrived_list(w, n), 0]
+    while r >= 0 and w.node[n, N_RUNNING] < w.inst[i, I_MAX_SEQS]:
+        unlink(w, r)
+        start_running(w, i, r)
+        w.node[n, N_RUNNING] += 1
+        set_decoding(w, r)
+        append(w, decode_list(w, n), r)
+        r = w.lists[arrived_list(w, n), 0]
+
+
 def _admit(w: World, n: int, budget: int) -> None:
-    """Let waiting requests run, in order, until one does not fit. KV computed elsewhere is sent for, not computed."""
+    """Let waiting requests run, in order, until one does not fit.
+
+    KV computed elsewhere is sent for, not computed; a request holds its blocks from then on, and runs once it is there.
+    """
     i = w.node[n, N_INSTANCE]
     r = w.lists[waiting_list(w, n), 0]
     while r >= 0 and w.node[n, N_BATCH_TOKENS] < budget and w.node[n, N_RUNNING] < w.inst[i, I_MAX_SEQS]:
@@ -101,12 +120,12 @@ def _admit(w: World, n: int, budget: int) -> None:
             break
         unlink(w, r)
         take(w, r, blocks)
-        start_running(w, i, r)
-        w.node[n, N_RUNNING] += 1
         if moves:
             w.req[r, R_STATE] = MOVING
             send_kv(w, r)
         else:
+            start_running(w, i, r)
+            w.node[n, N_RUNNING] += 1
             w.req[r, R_STATE] = PREFILLING
             stop_waiting(w, r)
             w.reqf[r, Q_SCHEDULED] = w.now[0] if w.reqf[r, Q_SCHEDULED] < 0 else w.reqf[r, Q_SCHEDULED]

@@ -20,14 +20,12 @@ from coral_core.sim.columns import (
     I_RUN_TAIL,
     M_WINDOW,
     M_WINDOW_FRAC,
-    MOVING,
     N_BLOCKS,
     N_FREE,
     N_LIVE,
     N_PEAK,
     N_RUNNING,
     PREFILLING,
-    Q_DECODE,
     R_BLOCKS,
     R_COMPUTED,
     R_GENERATED,
@@ -127,8 +125,6 @@ def _change_free(w: World, n: int, blocks: int) -> None:
 def set_decoding(w: World, r: int) -> None:
     """From here on the request asks for one token at a time."""
     w.req[r, R_STATE] = DECODING
-    if w.reqf[r, Q_DECODE] < 0:
-        w.reqf[r, Q_DECODE] = w.now[0]
     for s in range(stage_count(w, w.req[r, R_INSTANCE])):
         w.node[w.bound[r, s], N_LIVE] += 1
 
@@ -137,7 +133,7 @@ def detach(w: World, r: int) -> None:
     """Take a request out of all queues and counts of its instance; its work in flight is void from now on."""
     unlink(w, r)
     state = w.req[r, R_STATE]
-    if state in (PREFILLING, DECODING, MOVING):
+    if state in (PREFILLING, DECODING):
         stop_running(w, w.req[r, R_INSTANCE], r)
         w.node[w.bound[r, 0], N_RUNNING] -= 1
         mark_node(w, w.bound[r, 0])
@@ -183,8 +179,8 @@ def make_room(w: World, r: int, tokens: int) -> int:
 
 
 def _latest_on(w: World, i: int, s: int, n: int) -> int:
-    """The latest admitted request that computes on node `n`; KV still under way cannot be given up."""
+    """The latest admitted request on node `n`: there is one, since it is asked for on behalf of one."""
     r = w.inst[i, I_RUN_TAIL]
-    while w.bound[r, s] != n or w.req[r, R_STATE] == MOVING:
+    while w.bound[r, s] != n:
         r = w.req[r, R_RUN_PREV]
     return int(r)

@@ -35,11 +35,13 @@ from __future__ import annotations
     C_HASH_B,
     C_PENDING_NODES,
     C_PENDING_POOLS,
+    C_NEXT_NODE,
+    C_NEXT_POOL,
     C_EPOCH,
     C_EMITTED,
     C_DISCARDED,
     C_COLUMNS,
-) = range(15)
+) = range(17)
 
 # World.heap_key: tie-break (rank and sequence in one number), payload.
 H_KEY, H_A, H_B, H_COLUMNS = range(4)

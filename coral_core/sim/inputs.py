@@ -178,8 +178,8 @@ class SimOptions:
 
     `epoch_starts_s` begins with 0 and cuts the aggregates. `reserve_full_prompt`: a request is admitted only when its
     whole prompt fits, not just the first chunk (vLLM's default). `max_retries` of a request whose instance is lost
-    before its first token. `pd_same_region`: KV does not cross regions. `compiled` chooses the kernel, which does not
-    change any result.
+    before its first token. `pd_same_region`: KV does not cross regions. `compiled` chooses the kernel, which changes no
+    result; None compiles (half a minute once, then cached) only for runs that repay it.
     """
 
     end_s: float
@@ -188,7 +188,7 @@ class SimOptions:
     reserve_full_prompt: bool = True
     max_retries: int = 1
     pd_same_region: bool = True
-    compiled: bool = True
+    compiled: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from coral_core.sim.columns import (
     P_WAITING,
     PREFILLING,
     Q_ARRIVAL,
+    Q_DECODE,
     Q_FINISH,
     Q_FIRST,
     Q_SCHEDULED,
@@ -60,7 +61,7 @@ from coral_core.sim.columns import (
     Z_REQUESTS,
 )
 from coral_core.sim.instances import occupy, vacate
-from coral_core.sim.queues import append, mark_node, mark_pool, prepend, push, unlink, waiting_list
+from coral_core.sim.queues import append, arrived_list, mark_node, mark_pool, prepend, push, unlink, waiting_list
 from coral_core.sim.waiting import start_waiting, stop_waiting
 from coral_core.sim.world import World
 
@@ -154,6 +155,7 @@ def emit(w: World, r: int) -> None:
     elif w.inst[i, I_NEXT_POOL] >= 0:
         _hand_over(w, r)
     elif w.req[r, R_STATE] == PREFILLING:
+        w.reqf[r, Q_DECODE] = w.now[0] if w.reqf[r, Q_DECODE] < 0 else w.reqf[r, Q_DECODE]
         set_decoding(w, r)
 
 
@@ -173,11 +175,13 @@ def _hand_over(w: World, r: int) -> None:
 
 
 def receive_kv(w: World, r: int) -> None:
-    """The KV has arrived: the prefill instance lets go, the request decodes."""
+    """The KV has arrived: the prefill instance lets go, the request may decode."""
     source = w.req[r, R_SOURCE]
     give_back_source(w, r)
     vacate(w, source)
-    set_decoding(w, r)
+    w.reqf[r, Q_DECODE] = w.now[0]
+    append(w, arrived_list(w, w.bound[r, 0]), r)
+    mark_node(w, w.bound[r, 0])
 
 
 def lose(w: World, r: int) -> None:

@@ -14,9 +14,7 @@ from coral_core.sim.columns import (
     E_LIFE,
     E_MESSAGE,
     E_READY,
-    N_PENDING,
     NEEDS_ROOM,
-    P_PENDING,
     R_VERSION,
     RAN_OUT,
     Z_HEAP_MARGIN,
@@ -24,8 +22,8 @@ from coral_core.sim.columns import (
 )
 from coral_core.sim.journey import arrive, dispatch, push_next_arrival, receive_kv
 from coral_core.sim.lifecycle import become_ready, live_through, push_next_epoch, push_next_life, settle, turn_epoch
-from coral_core.sim.pipeline import deliver, end_iteration, receive, resume_decoding, start_iteration
-from coral_core.sim.queues import pop
+from coral_core.sim.pipeline import deliver, end_iteration, receive, start_iteration
+from coral_core.sim.queues import next_marked_node, next_marked_pool, pop
 from coral_core.sim.world import World
 
 
@@ -72,19 +70,12 @@ def handle_next(w: World) -> None:
         turn_epoch(w, a)
     elif w.req[a, R_VERSION] == b:
         receive_kv(w, a)
-        resume_decoding(w, a)
 
 
 def start_what_can(w: World) -> None:
     """Once an instant's events are through: route what is queued, start what is idle; repeat while that frees room."""
     while w.counter[C_PENDING_POOLS] > 0 or w.counter[C_PENDING_NODES] > 0:
         if w.counter[C_PENDING_POOLS] > 0:
-            w.counter[C_PENDING_POOLS] -= 1
-            pool = w.pending_pools[w.counter[C_PENDING_POOLS]]
-            w.pool[pool, P_PENDING] = 0
-            dispatch(w, pool)
+            dispatch(w, next_marked_pool(w))
         else:
-            w.counter[C_PENDING_NODES] -= 1
-            n = w.pending_nodes[w.counter[C_PENDING_NODES]]
-            w.node[n, N_PENDING] = 0
-            start_iteration(w, n)
+            start_iteration(w, next_marked_node(w))

@@ -1,7 +1,9 @@
 """NICs: activations between stages and KV from prefill to decode, each NIC shared by all that a machine sends.
 
-Every direction of a NIC is a server of its rate. Activations go first, in order; KV transfers go in order behind them,
-and each activation message sent meanwhile makes the next transfer start that much later, so that bytes are conserved.
+Every direction of a NIC works off its backlog of bytes at its rate. A message joins the sender's and the receiver's
+backlog at once and is there when both are through: one fast receiver takes from several slow senders side by side.
+Activations go first; KV transfers go behind them, and each activation message sent meanwhile makes the next transfer
+start that much later: no direction ever carries more than its rate.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ def send_items(w: World, source: int, target: int, head: int, tokens: int) -> No
     arrival_s = w.now[0]
     if out != into:
         size_bytes = tokens * w.model[w.inst[i, I_MODEL], M_ACTIVATION_BYTES]
-        send_s = size_bytes / min(w.nic[out, X_RATE], w.nic[into, X_RATE])
-        arrival_s = max(arrival_s, w.nic[out, X_OUT], w.nic[into, X_IN]) + send_s
-        w.nic[out, X_OUT] = arrival_s
-        w.nic[into, X_IN] = arrival_s
+        send_s, receive_s = size_bytes / w.nic[out, X_RATE], size_bytes / w.nic[into, X_RATE]
+        w.nic[out, X_OUT] = max(w.now[0], w.nic[out, X_OUT]) + send_s
+        w.nic[into, X_IN] = max(w.now[0], w.nic[into, X_IN]) + receive_s
+        arrival_s = max(w.nic[out, X_OUT], w.nic[into, X_IN])
         if w.nic[out, X_KV_OUT] > w.now[0]:
             w.nic[out, X_KV_OUT] += send_s
         if w.nic[into, X_KV_IN] > w.now[0]:
-            w.nic[into, X_KV_IN] += send_s
+            w.nic[into, X_KV_IN] += receive_s
     push(w, arrival_s + w.instf[i, J_HOP], E_MESSAGE, head, target)
 
 
@@ -69,9 +71,7 @@ def send_kv(w: World, r: int) -> None:
             into = w.node[w.bound[r, b], N_NIC]
             if layers <= 0 or out == into:
                 continue
-            send_s = layers * layer_bytes / min(w.nic[out, X_RATE], w.nic[into, X_RATE])
-            end_s = max(w.now[0], w.nic[out, X_KV_OUT], w.nic[into, X_KV_IN]) + send_s
-            w.nic[out, X_KV_OUT] = end_s
-            w.nic[into, X_KV_IN] = end_s
-            done_s = max(done_s, end_s)
+            w.nic[out, X_KV_OUT] = max(w.now[0], w.nic[out, X_KV_OUT]) + layers * layer_bytes / w.nic[out, X_RATE]
+            w.nic[into, X_KV_IN] = max(w.now[0], w.nic[into, X_KV_IN]) + layers * layer_bytes / w.nic[into, X_RATE]
+            done_s = max(done_s, w.nic[out, X_KV_OUT], w.nic[into, X_KV_IN])
     push(w, done_s + w.instf[target, J_HOP], E_TRANSFER, r, w.req[r, R_VERSION])

@@ -78,7 +78,7 @@ def pack(given: SimInput) -> Packed:
         reqf=reqf,
         bound=np.full((n, 2 * max_stages), -1, dtype=np.int64),
         item=np.zeros((0, c.T_COLUMNS), dtype=np.int64),
-        lists=np.full((len(pools.names) + 3 * len(nodes), 2), -1, dtype=np.int64),
+        lists=np.full((len(pools.names) + 4 * len(nodes), 2), -1, dtype=np.int64),
         inst=inst,
         instf=instf,
         stage=stage,

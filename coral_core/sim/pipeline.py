@@ -169,7 +169,7 @@ def deliver(w: World, head: int, n: int) -> None:
         if not goes_on:
             free_item(w, item)
         elif stages == 1:
-            resume_decoding(w, r)
+            _resume(w, r)
             free_item(w, item)
         else:
             _group(w, w.bound[r, to_s] - first, item)
@@ -189,8 +189,7 @@ def _group(w: World, k: int, item: int) -> None:
     w.group[k, U_TOKENS] += w.item[item, T_TOKENS]
 
 
-def resume_decoding(w: World, r: int) -> None:
-    """Let the entry node compute the request's next token."""
+def _resume(w: World, r: int) -> None:
     n = w.bound[r, 0]
     append(w, decode_list(w, n), r)
     mark_node(w, n)

@@ -14,6 +14,8 @@ from coral_core.sim.columns import (
     C_HASH_A,
     C_HASH_B,
     C_HEAP,
+    C_NEXT_NODE,
+    C_NEXT_POOL,
     C_PENDING_NODES,
     C_PENDING_POOLS,
     C_SEQUENCE,
@@ -136,6 +138,11 @@ def prefill_list(w: World, node: int) -> int:
     return int(w.fixed[Z_POOLS] + 2 * w.fixed[Z_NODES] + node)
 
 
+def arrived_list(w: World, node: int) -> int:
+    """Requests at an entry node whose KV has come from a prefill instance, and which do not run yet."""
+    return int(w.fixed[Z_POOLS] + 3 * w.fixed[Z_NODES] + node)
+
+
 def append(w: World, queue: int, r: int) -> None:
     """Put a request at the end of a queue; it must stand in none."""
     tail = w.lists[queue, 1]
@@ -249,7 +256,7 @@ def mark_node(w: World, node: int) -> None:
     """Have the node looked at once all events of this instant are through."""
     if w.node[node, N_PENDING] == 0:
         w.node[node, N_PENDING] = 1
-        w.pending_nodes[w.counter[C_PENDING_NODES]] = node
+        w.pending_nodes[(w.counter[C_NEXT_NODE] + w.counter[C_PENDING_NODES]) % w.pending_nodes.shape[0]] = node
         w.counter[C_PENDING_NODES] += 1
 
 
@@ -264,5 +271,23 @@ def mark_pool(w: World, pool: int) -> None:
     """Have the pool's queue looked at."""
     if w.pool[pool, P_PENDING] == 0:
         w.pool[pool, P_PENDING] = 1
-        w.pending_pools[w.counter[C_PENDING_POOLS]] = pool
+        w.pending_pools[(w.counter[C_NEXT_POOL] + w.counter[C_PENDING_POOLS]) % w.pending_pools.shape[0]] = pool
         w.counter[C_PENDING_POOLS] += 1
+
+
+def next_marked_node(w: World) -> int:
+    """The node marked first, its mark removed; there must be one. Each stands in the ring at most once."""
+    node = w.pending_nodes[w.counter[C_NEXT_NODE]]
+    w.counter[C_NEXT_NODE] = (w.counter[C_NEXT_NODE] + 1) % w.pending_nodes.shape[0]
+    w.counter[C_PENDING_NODES] -= 1
+    w.node[node, N_PENDING] = 0
+    return int(node)
+
+
+def next_marked_pool(w: World) -> int:
+    """The pool marked first, its mark removed; there must be one."""
+    pool = w.pending_pools[w.counter[C_NEXT_POOL]]
+    w.counter[C_NEXT_POOL] = (w.counter[C_NEXT_POOL] + 1) % w.pending_pools.shape[0]
+    w.counter[C_PENDING_POOLS] -= 1
+    w.pool[pool, P_PENDING] = 0
+    return int(pool)

@@ -12,6 +12,14 @@ from coral_core.sim.instances import set_state
 from coral_core.sim.outcome import SimOutcome, outcome_of
 from coral_core.sim.pack import grown, pack
 
+PLAIN_TOKENS = 50_000
+"""Tokens to generate up to which the plain kernel takes a few seconds."""
+
+
+def repays_compiling(given: SimInput) -> bool:
+    """Whether a run is long enough for the compiled kernel."""
+    return int(given.requests.output_tokens.sum()) > PLAIN_TOKENS
+
 
 def simulate(given: SimInput) -> SimOutcome:
     """The outcome of a simulation; the same input gives the same outcome, bit by bit, with either kernel.
@@ -20,7 +28,7 @@ def simulate(given: SimInput) -> SimOutcome:
     """
     check_input(given)
     packed = pack(given)
-    if given.options.compiled:
+    if repays_compiling(given) if given.options.compiled is None else given.options.compiled:
         from coral_core.sim.compiled import compiled_run  # noqa: PLC0415 - numba takes half a second to import
 
         run = compiled_run()

@@ -15,13 +15,15 @@ from coral_core.domain.workload import Lengths, Phase, Slo
 from coral_core.errors import DataGapError, InputError, NoSolutionError
 from coral_core.perf import memory
 from coral_core.perf.assumptions import CapacityAssumptions
+from coral_core.perf.budgets import budget_table
 from coral_core.perf.capacity import capacity_table
 from coral_core.perf.factors import load_factors
 from coral_core.perf.roofline import attended_tokens_per_prompt_token, layer_time, mean_context_tokens, step_of
 from coral_core.perf.search import Layout
+from coral_core.sim.fleet import parsed_layout, sim_instance
 from coral_core.sim.inputs import SimRequests
 from coral_core.sim.simulate import simulate
-from coral_core.sim.timing import Served, kv_blocks, node_timing, parsed_layout, sim_instance, sim_model
+from coral_core.sim.timing import Served, kv_blocks, node_timing, sim_model
 from tests.fakes.sim_cases import simulation
 
 CONFIGS = load_catalog("paper-extended").configs
@@ -170,6 +172,25 @@ def test_an_instance_has_the_templates_shape_and_keeps_its_slo(phase):
         assert (outcome.requests.finish_s - outcome.requests.first_token_s)[0] / (tokens_out - 1) < SLO.tpot_s
 
 
+def test_free_stage_shares_of_the_slo_are_followed():
+    what = served()
+    budgets = budget_table(
+        shape=what.shape, variant=what.variant, phase=Phase.DECODE, slo=SLO, lengths=LENGTHS,
+        configs=[CONFIGS["1xL40S"], CONFIGS["1xA100"]], assumptions=what.assumptions, factors=what.factors,
+    )  # fmt: skip
+    table = table_of(what, Phase.DECODE, ["1xL40S", "1xA100"])
+    shares = (
+        Stage(layers=12, nodes=("1xL40S",), budget_frac=0.25),
+        Stage(layers=28, nodes=("1xA100",), budget_frac=0.75),
+    )
+    template = template_of(what, Phase.DECODE, *shares)
+    one = sim_instance("i", template, replace(table, budgets=budgets), what, CONFIGS)
+    assert one.stages[0].nodes[0].weight == pytest.approx(budgets.throughput[14, 0, 11])
+    assert one.stages[1].nodes[0].weight == pytest.approx(budgets.throughput[44, 1, 27])
+    with pytest.raises(InputError, match="free stage budgets"):
+        sim_instance("i", template, table, what, CONFIGS)
+
+
 def test_a_tighter_budget_means_smaller_batches():
     what = served()
     table = table_of(what, Phase.DECODE, ["1xA100"])
@@ -189,7 +210,7 @@ def test_what_cannot_be_simulated_is_said():
     table = table_of(what, Phase.DECODE, ["1xA100", "1xL4"])
     with pytest.raises(InputError, match="no capacity of configuration '1xH100'"):
         sim_instance("i", template_of(what, Phase.DECODE, Stage(layers=40, nodes=("1xH100",))), table, what, CONFIGS)
-    with pytest.raises(InputError, match="'1xL4' has no capacity at 1 stages"):
+    with pytest.raises(InputError, match="40 layers on 1xL4: the configuration has no capacity there"):
         sim_instance("i", template_of(what, Phase.DECODE, Stage(layers=40, nodes=("1xL4",))), table, what, CONFIGS)
     with pytest.raises(DataGapError, match="tp2xpp1"):
         parsed_layout("tp2xpp1")

@@ -143,24 +143,68 @@ def test_kv_of_each_layer_goes_to_the_node_that_holds_it():
         phase=Phase.DECODE,
     )  # fmt: skip
     outcome = simulate(simulation([prefill, decode], requests((0.0, 100, 2)), model=KV_MODEL))
-    # Layers 0-1 to the first node: 2 s; layer 2 then from the same node to the second: 1 s; layer 3 to the second
-    # after that: 1 s. Prompt done at 2, KV at 6, one decode through both stages.
-    assert outcome.requests.decode_s.tolist() == pytest.approx([6.0])
-    assert first_and_finish(outcome) == [(2.0, 8.0)]
+    # Prompt done at 2. The first node sends layers 0-1 to the first one until 4 and layer 2 to the second until 5; the
+    # second node sends layer 3 there meanwhile. One decode through both stages.
+    assert outcome.requests.decode_s.tolist() == pytest.approx([5.0])
+    assert first_and_finish(outcome) == [(2.0, 7.0)]
 
 
 def test_activations_overtake_kv_and_delay_it_by_their_bytes():
-    model = SimModel(name="m", kv_bytes_per_token=10.0, activation_bytes_per_token=10.0)
-    prefill = instance(
-        "p", stage(node(fixed_s=1.0, nic=1000.0, machine="x"), layers=1), stage(node(fixed_s=1.0, nic=1000.0), layers=1),
-        phase=Phase.PREFILL, max_batched_tokens=100,
-    )  # fmt: skip
+    model = SimModel(name="m", kv_bytes_per_token=40.0, activation_bytes_per_token=10.0)
+    stages = [stage(node(fixed_s=1.0, nic=1000.0)), stage(node(fixed_s=1.0, nic=1000.0))]
+    prefill = instance("p", *stages, phase=Phase.PREFILL, max_batched_tokens=100)
     decode = instance("d", stage(node(fixed_s=1.0), layers=2), phase=Phase.DECODE)
     outcome = simulate(simulation([prefill, decode], requests((0.0, 100, 2), (2.5, 100, 2)), model=model))
-    # First: stage 0 until 1, activations until 2, stage 1 until 3; its KV leaves both nodes 3 to 4 and 4 to 5 (one
-    # receiver). Second: stage 0 until 3.5; its activations, 3.5 to 4.5, do not wait for the KV that leaves until 4.
+    # First: stage 0 until 1, activations until 2, stage 1 until 3; 4 s of KV leave each node until 7. Second: stage 0
+    # until 3.5, its activations do not wait for that KV: stage 1 from 4.5 until 5.5. Its KV leaves the second node from
+    # 7 to 11, the first one, which sent 1 s of activations meanwhile, from 8 to 12.
     assert outcome.requests.first_token_s.tolist() == pytest.approx([3.0, 5.5])
-    assert outcome.requests.decode_s[0] == pytest.approx(5.0)
+    assert outcome.requests.decode_s.tolist() == pytest.approx([7.0, 12.0])
+
+
+def test_a_fast_receiver_takes_from_slow_senders_at_once():
+    prefill = [instance(name, stage(node(fixed_s=1.0, nic=1000.0)), phase=Phase.PREFILL) for name in ("p", "q")]
+    decode = instance("d", stage(node(fixed_s=1.0, nic=4000.0)), phase=Phase.DECODE)
+    asked = requests((0.0, 100, 2), (0.0, 100, 2), (0.0, 100, 2))
+    outcome = simulate(simulation([*prefill, decode], asked, model=KV_MODEL))
+    # 1,000 bytes each, two by the first sender: 1 to 2 and 2 to 3, one by the second: 1 to 2.
+    assert outcome.requests.decode_s.tolist() == pytest.approx([2.0, 2.0, 3.0])
+
+
+def test_fast_senders_share_a_slow_receiver():
+    prefill = [instance(name, stage(node(fixed_s=1.0)), phase=Phase.PREFILL) for name in ("p", "q")]
+    decode = instance("d", stage(node(fixed_s=1.0, nic=1000.0)), phase=Phase.DECODE)
+    outcome = simulate(simulation([*prefill, decode], requests((0.0, 100, 2), (0.0, 100, 2)), model=KV_MODEL))
+    assert outcome.requests.decode_s.tolist() == pytest.approx([2.0, 3.0])
+
+
+@pytest.mark.parametrize("machine", ["", "x"])
+def test_senders_share_a_receivers_nic_and_replicas_their_own(machine):
+    model = SimModel(name="m", activation_bytes_per_token=10.0)
+    senders = stage(*[node(fixed_s=1.0, nic=1000.0, machine=machine)] * 2)
+    receivers = stage(*[node(fixed_s=1.0, nic=1000.0)] * (2 if machine else 1))
+    outcome = simulate(simulation([instance("i", senders, receivers)], requests(*[(0.0, 100, 1)] * 2), model=model))
+    # Both have computed at 1; their bytes pass the one NIC from 1 to 2 and from 2 to 3, be it a sender's or a receiver's.
+    assert outcome.requests.first_token_s.tolist() == pytest.approx([3.0, 4.0])
+
+
+def test_kv_that_is_there_waits_for_its_turn_to_run():
+    pair = disaggregated()
+    pair[1] = instance("d", *pair[1].stages, phase=Phase.DECODE, max_running_requests=1)
+    outcome = simulate(simulation(pair, requests((0.0, 100, 5), (0.0, 100, 3)), model=KV_MODEL))
+    # KV at 5.0 and 7.0; the first decodes four tokens until 9.04, then the second two.
+    assert outcome.requests.decode_s.tolist() == pytest.approx([5.0, 7.0])
+    assert outcome.requests.finish_s.tolist() == pytest.approx([9.04, 11.06])
+
+
+def test_decodes_of_other_nodes_do_not_starve_a_chunk():
+    first, second = stage(node(fixed_s=1.0), node(fixed_s=1.0)), stage(node(fixed_s=1.0))
+    one = instance("i", first, second, max_batched_tokens=10, micro_batches=2)
+    asked = requests((0.0, 1, 50), (0.0, 1, 1), (0.5, 1, 50), (10.0, 10, 1))
+    outcome = simulate(simulation([one], asked))
+    # Two requests keep the second stage busy with one decode after another; a chunk as large as the budget joins one.
+    assert outcome.requests.first_token_s[3] <= 14.0
+    assert outcome.requests.finish_s[0] > 90.0
 
 
 def test_the_latest_admitted_gives_way_and_is_computed_again():
@@ -190,6 +234,14 @@ def test_a_prompt_waits_for_room_for_all_of_it_or_just_its_first_chunk(reserve, 
     outcome = simulate(simulation([one], requests((0.0, 48, 1), (0.0, 48, 1)), reserve_full_prompt=reserve))
     # 48 tokens are 3 blocks, chunks of 20, 20, 8. In the third iteration 12 tokens of budget and 2 blocks are left.
     assert outcome.requests.first_token_s.tolist() == first_s
+
+
+def test_nothing_is_admitted_in_an_iteration_that_had_to_preempt():
+    one = instance("i", stage(node(fixed_s=1.0, kv_blocks=3)), max_batched_tokens=10)
+    outcome = simulate(simulation([one], requests((0.0, 16, 4), (0.0, 16, 4)), reserve_full_prompt=False))
+    # Chunks 10 | 6 + 4 | 1 + 9 | 1 + 3: first tokens at 2 and 4. At 4 the second needs a second block, there is none, it
+    # is the latest itself. The first ends at 5; only then 10 and 7 tokens again, second token at 7, last one at 9.
+    assert first_and_finish(outcome) == [(2.0, 5.0), (4.0, 9.0)]
 
 
 def test_what_never_fits_is_refused_and_the_rest_goes_on():
@@ -286,6 +338,35 @@ def test_a_failed_instance_comes_back_empty():
     assert outcome.requests.status.tolist() == [FAILED, DONE]
     assert outcome.requests.finish_s.tolist() == pytest.approx([1.5, 5.5])
     assert outcome.fleet.busy_s.sum() == pytest.approx(1.5 + 2.0)
+
+
+def test_retried_requests_keep_their_order_and_go_before_those_that_never_started():
+    one = instance("i", stage(node(fixed_s=1.0)), max_running_requests=1, max_outstanding_requests=2)
+    asked = requests((0.0, 1, 1), (0.1, 1, 1), (0.2, 1, 1), (0.7, 1, 1))
+    outcome = simulate(simulation([one], asked, event(0.5, "fail"), event(2.0, "start")))
+    assert outcome.requests.first_token_s.tolist() == pytest.approx([3.0, 4.0, 5.0, 6.0])
+    assert outcome.requests.retries.tolist() == [1, 1, 0, 0]
+
+
+def test_what_a_lost_instance_had_under_way_does_not_end_what_its_successor_does():
+    one = instance("i", stage(node(fixed_s=5.0)), boot_s=0.5)
+    outcome = simulate(simulation([one], requests((0.0, 1, 1)), event(1.0, "fail"), event(1.5, "start")))
+    assert first_and_finish(outcome) == [(7.0, 7.0)]
+
+
+def test_a_request_lost_while_it_waits_waits_no_longer():
+    one = instance("i", stage(node(fixed_s=9.0)), max_running_requests=1)
+    asked = requests((0.0, 1, 1), (0.0, 1, 1))
+    outcome = simulate(simulation([one], asked, event(2.0, "fail"), max_retries=0, end_s=10.0))
+    assert outcome.requests.status.tolist() == [FAILED, FAILED]
+    assert outcome.fleet.waiting_request_s.sum() == pytest.approx(2.0)
+
+
+def test_what_still_boots_is_given_up_first():
+    pair = [instance("i", stage(node())), instance("j", stage(node()), ready_at_start=False, boot_s=5.0)]
+    events = [event(0.0, "start", "j"), event(1.0, "drain_one", "", template="t")]
+    outcome = simulate(simulation(pair, requests((9.0, 1, 1)), *events, end_s=10.0))
+    assert outcome.fleet.paid_s[0].tolist() == [10.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["p", "d"])

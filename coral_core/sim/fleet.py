@@ -1,0 +1,274 @@
+"""From serving templates to the simulator's instances: internal layouts, engine limits and micro-batches.
+
+An engine's batch of mean lengths is as large as its stage's share of the SLO (hop included) and its memory allow, by the
+rules of T^ (`perf.search`); its limits follow from that batch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from coral_core.domain import model_math
+from coral_core.domain.capacity import BudgetTable, CapacityTable
+from coral_core.domain.hardware import NodeConfig
+from coral_core.domain.templates import ServingTemplate, Stage
+from coral_core.domain.workload import Phase
+from coral_core.errors import DataGapError, InputError, NoSolutionError
+from coral_core.perf.network import activation_bytes_per_token
+from coral_core.perf.search import PREFILL_KV_BATCHES, Layout
+from coral_core.sim.inputs import NodeTiming, SimInstance, SimNode, SimStage
+from coral_core.sim.timing import Served, kv_blocks, node_timing
+
+LEAST_CHUNK_TOKENS = 256
+"""An engine never gets a smaller budget of tokens per iteration, however tight the SLO; decode nodes, whose only prompts
+are those of preempted requests, get no larger one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """A batch of mean lengths: what it costs and what it holds. `size` is tokens for prefill, requests otherwise."""
+
+    size: int
+    tokens: float
+    rows: float
+    kept_tokens: float
+    pairs: float
+    held_tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Engine:
+    """One node of a template: internal layout, timing, weight within its stage, and its largest batch per replica."""
+
+    config: NodeConfig
+    layers: int
+    layout: Layout
+    timing: NodeTiming
+    weight: float
+    batch: _Batch
+
+    @property
+    def iteration_s(self) -> float:
+        """Time of the largest batch."""
+        return _iteration_s(self.timing, self.batch)
+
+
+def sim_instance(
+    name: str,
+    template: ServingTemplate,
+    table: CapacityTable,
+    served: Served,
+    configs: Mapping[str, NodeConfig],
+    *,
+    region: str = "",
+    boot_s: float = 0.0,
+    ready_at_start: bool = True,
+    budget_frac: float = 1.0,
+    block_tokens: int = 16,
+) -> SimInstance:
+    """An instance of a template, with the layouts of the capacity table that the template was made from.
+
+    In every stage a batch of mean lengths takes at most `budget_frac` of the stage's share of the SLO, hop included; a
+    node of several data-parallel replicas becomes that many, behind one NIC. Micro-batches are as many as it takes to
+    keep the slowest stage busy, and as many batches run at once.
+    Raises InputError for a configuration without capacity there, NoSolutionError where no KV fits.
+    """
+    stages = template.placement.stages
+    slo_s = budget_frac * (template.slo.ttft_s if template.phase is Phase.PREFILL else template.slo.tpot_s)
+    engines = [
+        [
+            _engine(served, table, configs.get(node), stage, node=node, stages=len(stages), slo_s=slo_s)
+            for node in stage.nodes
+        ]
+        for stage in stages
+    ]
+    hop_s = served.assumptions.hop_latency_s if len(stages) > 1 else 0.0
+    micro_batches = _micro_batches(engines, hop_s)
+    batched_tokens = _batched_tokens(template.phase, engines)
+    return SimInstance(
+        name=name,
+        model=template.model,
+        phase=template.phase,
+        stages=tuple(
+            SimStage(layers=stage.layers, nodes=_nodes(served, row, s, batched_tokens, block_tokens))
+            for s, (stage, row) in enumerate(zip(stages, engines, strict=True))
+        ),
+        weight=_requests_per_s(served, template),
+        region=region,
+        template=template.template_id,
+        max_batched_tokens=batched_tokens,
+        max_running_requests=_running_requests(served, template.phase, engines, micro_batches),
+        micro_batches=micro_batches,
+        hop_s=hop_s,
+        boot_s=boot_s,
+        ready_at_start=ready_at_start,
+    )
+
+
+def parsed_layout(text: str) -> Layout:
+    """`tp2 pp1 dp4`, as capacity tables write it."""
+    match = re.fullmatch(r"tp(\d+) pp(\d+) dp(\d+)", text)
+    if match is None:
+        raise DataGapError(f"layout {text!r} is not of the form 'tp2 pp1 dp4'")
+    tp, pp, dp = map(int, match.groups())
+    return Layout(tp=tp, pp=pp, dp=dp)
+
+
+def _engine(
+    served: Served,
+    table: CapacityTable,
+    config: NodeConfig | None,
+    stage: Stage,
+    *,
+    node: str,
+    stages: int,
+    slo_s: float,
+) -> _Engine:
+    where = f"template stage of {stage.layers} layers on {node}"
+    if node not in table.configs or config is None:
+        raise InputError(f"no capacity of configuration {node!r}", where=where, fix="use the table it was made from")
+    weight, layout = _capacity(table, stage, table.configs.index(node), stages, where)
+    timing = node_timing(served, config, stage.layers, layout)
+    budget_s = slo_s * (stage.budget_frac or 1 / stages)
+    return _Engine(
+        config=config,
+        layers=stage.layers,
+        layout=layout,
+        timing=timing,
+        weight=weight,
+        batch=_largest_batch(
+            served, table.phase, config, stage.layers, layout=layout, timing=timing, budget_s=budget_s, hops=stages > 1
+        ),
+    )
+
+
+def _capacity(table: CapacityTable, stage: Stage, column: int, stages: int, where: str) -> tuple[float, Layout]:
+    """Throughput of a node of the stage, and the layout that gives it."""
+    source: CapacityTable | BudgetTable = table
+    row = min(stages, table.max_stages) - 1
+    if stage.budget_frac is not None and stages > 1:
+        if table.budgets is None:
+            raise InputError("the table has no capacities over free stage budgets", where=where)
+        source, row = table.budgets, max(round(stage.budget_frac * table.budgets.grid), 1) - 1
+    chosen = int(source.layout[row, column, stage.layers - 1])
+    if chosen < 0:
+        raise InputError("the configuration has no capacity there", where=where)
+    return float(source.throughput[row, column, stage.layers - 1]), parsed_layout(source.layouts[chosen])
+
+
+def _largest_batch(
+    served: Served,
+    phase: Phase,
+    config: NodeConfig,
+    layers: int,
+    *,
+    layout: Layout,
+    timing: NodeTiming,
+    budget_s: float,
+    hops: bool,
+) -> _Batch:
+    """The largest batch of mean lengths within the stage's time and a replica's memory; at least the smallest one."""
+    assumptions = served.assumptions
+    token_hop_s = activation_bytes_per_token(served.shape, assumptions) * layout.dp
+    token_hop_s /= config.nic_bytes_per_s * assumptions.nic_usable_frac
+
+    def fits(size: int) -> bool:
+        batch = _batch(served, phase, size)
+        hop_s = assumptions.hop_latency_s + batch.tokens * token_hop_s if hops else 0.0
+        inner_s = (timing.depth - 1) * (timing.inner_hop_s + batch.tokens * timing.inner_hop_token_s)
+        if timing.depth * _iteration_s(timing, batch) + inner_s + hop_s > budget_s:
+            return False
+        room = kv_blocks(served, config, layers, layout, batch_tokens=batch.tokens, rows=batch.rows, block_tokens=1)
+        return batch.held_tokens <= room
+
+    limit = assumptions.max_prefill_tokens if phase is Phase.PREFILL else assumptions.max_batch_requests
+    return _batch(served, phase, max(_last_true(fits, limit), 1))
+
+
+def _last_true(holds: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to `limit` for which a condition holds that never returns once lost; 0 where none."""
+    low, high = 0, limit + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _batch(served: Served, phase: Phase, size: int) -> _Batch:
+    """Prefill: `size` tokens of prompts. Decode: `size` requests. Aggregated: also their balanced share of prompts."""
+    tokens_in, tokens_out = served.lengths.mean_input_tokens, served.lengths.mean_output_tokens
+    kept_per_prompt = model_math.kept_tokens_per_layer(served.shape, tokens_in)
+    decodes = 0 if phase is Phase.PREFILL else size
+    prompts = {Phase.PREFILL: size / tokens_in, Phase.DECODE: 0.0, Phase.AGGREGATED: size / tokens_out}[phase]
+    kept_tokens = decodes * served.kept_tokens
+    return _Batch(
+        size=size,
+        tokens=decodes + prompts * tokens_in,
+        rows=decodes + prompts,
+        kept_tokens=kept_tokens,
+        pairs=prompts * tokens_in * served.pairs_per_prompt_token,
+        held_tokens=kept_tokens + PREFILL_KV_BATCHES * prompts * kept_per_prompt,
+    )
+
+
+def _iteration_s(timing: NodeTiming, batch: _Batch) -> float:
+    return timing.iteration_s(tokens=batch.tokens, rows=batch.rows, kept_tokens=batch.kept_tokens, pairs=batch.pairs)
+
+
+def _batched_tokens(phase: Phase, engines: Sequence[Sequence[_Engine]]) -> int:
+    """The engines' budget of tokens per iteration: that of the tightest node; for decode, room for every batch."""
+    tokens = [math.ceil(engine.batch.tokens) for stage in engines for engine in stage]
+    return max(max(tokens) if phase is Phase.DECODE else min(tokens), LEAST_CHUNK_TOKENS)
+
+
+def _running_requests(served: Served, phase: Phase, engines: Sequence[Sequence[_Engine]], micro_batches: int) -> int:
+    """Requests admitted at once per replica of the first stage: as many micro-batches as the tightest stage takes."""
+    if phase is Phase.PREFILL:
+        return served.assumptions.max_batch_requests
+    batch = min(sum(engine.batch.size * engine.layout.dp for engine in stage) for stage in engines)
+    return max(batch * micro_batches // sum(engine.layout.dp for engine in engines[0]), 1)
+
+
+def _micro_batches(engines: Sequence[Sequence[_Engine]], hop_s: float) -> int:
+    """As many as fill the way round, stage by stage and hop by hop, while the slowest node computes one after another."""
+    round_s = sum(max(engine.timing.depth * engine.iteration_s for engine in stage) + hop_s for stage in engines)
+    slowest_s = max(engine.iteration_s for stage in engines for engine in stage)
+    return max(len(engines), math.ceil(round_s / slowest_s - 1e-6))
+
+
+def _nodes(
+    served: Served, engines: Sequence[_Engine], s: int, batched_tokens: int, block_tokens: int
+) -> tuple[SimNode, ...]:
+    nodes: list[SimNode] = []
+    for k, engine in enumerate(engines):
+        blocks = kv_blocks(
+            served,
+            engine.config,
+            engine.layers,
+            engine.layout,
+            batch_tokens=batched_tokens,
+            rows=engine.batch.rows,
+            block_tokens=block_tokens,
+        )
+        if blocks < 1:
+            raise NoSolutionError(f"{engine.layers} layers of {served.shape.name} leave no KV on {engine.config.name}")
+        node = SimNode(
+            timing=engine.timing,
+            kv_blocks=blocks,
+            weight=engine.weight / engine.layout.dp,
+            nic_bytes_per_s=engine.config.nic_bytes_per_s * served.assumptions.nic_usable_frac,
+            machine=f"stage{s}/node{k}",
+        )
+        nodes.extend([node] * engine.layout.dp)
+    return tuple(nodes)
+
+
+def _requests_per_s(served: Served, template: ServingTemplate) -> float:
+    if template.phase is Phase.AGGREGATED:
+        return template.throughput
+    if template.phase is Phase.PREFILL:
+        return template.throughput / served.lengths.mean_input_tokens
+    return template.throughput / served.lengths.mean_output_tokens
