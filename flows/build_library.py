@@ -53,7 +53,9 @@ def build_library(params: BuildLibraryParameters = BuildLibraryParameters()) -> 
     store = open_store(params.store or settings.store_url)
     resolved = resolve_scenario(load_scenario(params.scenario), user_models=settings.models)
     spec = replace(
-        build_spec_from_scenario(resolved, method=None if params.method == "scenario" else params.method),
+        build_spec_from_scenario(
+            resolved, method=None if params.method == "scenario" else params.method, keep_all=params.keep_all
+        ),
         combinations_per_ilp_shard=params.combinations_per_ilp_shard,
         lattice_parts=params.lattice_parts,
     )

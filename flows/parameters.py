@@ -64,6 +64,10 @@ class BuildLibraryParameters(_Parameters):
         le=1_000,
         description="Method lattice: shards per model and phase. More than 1 pays only with more CPUs than those.",
     )
+    keep_all: bool = Field(
+        default=False,
+        description="Store templates too that another equals with a subset of their nodes. Plans are the same without them.",
+    )
     allow_partial: bool = Field(
         default=False,
         description="Commit a snapshot even where shards failed. Plans made from it may be dearer than they need to be.",
