@@ -16,7 +16,7 @@ from artifacts.schemas import TEMPLATE_SCHEMA
 from coral_core.domain.allocation import TemplateColumns
 from coral_core.domain.capacity import CapacityTable
 from coral_core.domain.placement import PlacedCombinations
-from coral_core.domain.templates import CapacitySource, Placement, ServingTemplate, Stage
+from coral_core.domain.templates import CapacitySource, Placement, ServingTemplate, Stage, phase_bounds_s
 from coral_core.domain.workload import Phase, Slo
 from coral_core.errors import InputError, StoreError
 from coral_core.placement.free_layouts import stage_layouts
@@ -240,7 +240,7 @@ def _template_ids(table: CapacityTable, placed: PlacedCombinations) -> pa.Array:
         "" if key < 0 else json.dumps([key // width, name_lists[by_name[key % width]]], separators=(",", ":"))
         for key in keys.ravel()[first].tolist()
     ]
-    head = [table.model, table.variant, table.phase.value, float(table.slo.ttft_s), float(table.slo.tpot_s)]
+    head = [table.model, table.variant, table.phase.value, *phase_bounds_s(table.phase, table.slo)]
     opening, closing = json.dumps(head, separators=(",", ":"))[:-1] + ",[", "]]"
     sha256, letter = hashlib.sha256, table.phase.value[0]
     ids = []

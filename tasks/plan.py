@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -11,26 +11,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from artifacts.canonical import canonical_json, sha256_hex
 from artifacts.library import LibrarySnapshot
 from artifacts.templates import row_to_template, template_columns
-from coral_core import __version__
+from coral_core.allocation import explain_allocation, homo, homo_joint, solve_allocation, why_not
 from coral_core.allocation.baselines.cauchy import cauchy
-from coral_core.allocation.baselines.homo import homo
-from coral_core.allocation.baselines.homo_joint import homo_joint
-from coral_core.allocation.explain import AllocationExplanation, Limit, explain_allocation
-from coral_core.allocation.ilp import solve_allocation
-from coral_core.allocation.why_not import why_not
 from coral_core.config.allocation_file import allocation_result_to_json
-from coral_core.config.resolve import ResolvedScenario, allocation_problem, resolve_scenario
-from coral_core.config.scenario import Scenario
-from coral_core.domain.allocation import AllocationProblem, AllocationResult, InstanceCount, Running
+from coral_core.config.resolve import ResolvedScenario, allocation_problem
+from coral_core.domain.allocation import AllocationOptions, AllocationProblem, AllocationResult, DemandRow, Running
 from coral_core.domain.templates import ServingTemplate
+from coral_core.domain.workload import Phase
 from coral_core.errors import DataGapError, InputError
 from coral_core.report.plan_report import plan_markdown
 from tasks.library import build_spec_from_scenario, capacity_inputs
+from tasks.plan_documents import (
+    chosen_templates,
+    explanation_document,
+    input_record,
+    manifest_sha256,
+    plan_document,
+    selections,
+)
 
-PLAN_SCHEMA_VERSION = 1
 BASELINES = {"homo": homo, "homo_joint": homo_joint, "cauchy": cauchy}
 
 
@@ -62,17 +63,15 @@ def make_plan(
     columns = template_columns(rows, [config.name for config in resolved.configs])
     problem = allocation_problem(resolved, columns, running)
     result = solve_allocation(problem)
-    baselines = {name: solve(replace(problem, running=())) for name, solve in BASELINES.items()}
-    explanation = explain_allocation(problem, result)
-    used = [item.template for item in (*result.instances, *(i for r in baselines.values() for i in r.instances))]
-    templates = templates_by_id(rows, used)
-    plan = _plan_document(resolved, problem, result, templates, fleet=fleet, now=now)
+    baselines = {name: solve(problem) for name, solve in BASELINES.items()}
+    templates = templates_by_id(rows, chosen_templates([result, *baselines.values()]))
+    plan = plan_document(resolved, problem, result, templates, fleet=fleet, now=now)
     decision = {
-        **_input_record(resolved, snapshot, problem),
+        **input_record(resolved, snapshot, problem),
         "capacity_sources": sorted(set(rows["source"].to_pylist())),
         "statistics": dict(result.statistics),
         "baselines": {name: allocation_result_to_json(baseline) for name, baseline in baselines.items()},
-        "explanation": explanation_document(explanation),
+        "explanation": explanation_document(explain_allocation(problem, result)),
     }
     return PlanOutcome(
         problem=problem,
@@ -97,14 +96,18 @@ def scenario_templates(resolved: ResolvedScenario, snapshot: LibrarySnapshot) ->
             where=f"scenario {resolved.scenario.name}",
             fix="build it again with `coral library build`; unchanged shards are reused",
         )
-    rows = snapshot.read(models=[model.shape.name for model in resolved.models])
+    return selected_templates(selections(resolved), snapshot)
+
+
+def selected_templates(chosen: Sequence[Mapping[str, Any]], snapshot: LibrarySnapshot) -> pa.Table:
+    """The snapshot's rows that any of the selections names: model, variant, phases, SLO."""
+    rows = snapshot.read(models=[item["model"] for item in chosen])
     wanted = pa.array(np.zeros(rows.num_rows, dtype=bool))
-    for model in resolved.models:
-        mask = pc.and_(pc.equal(rows["model"], model.shape.name), pc.equal(rows["variant"], model.variant))
-        mask = pc.and_(mask, pc.equal(rows["ttft_s"], model.demand.slo.ttft_s))
-        mask = pc.and_(mask, pc.equal(rows["tpot_s"], model.demand.slo.tpot_s))
-        phases = pa.array([phase.value for phase in model.phases])
-        wanted = pc.or_(wanted, pc.and_(mask, pc.is_in(rows["phase"], value_set=phases)))
+    for item in chosen:
+        mask = pc.is_in(rows["phase"], value_set=pa.array(item["phases"]))
+        for name in ("model", "variant", "ttft_s", "tpot_s"):
+            mask = pc.and_(mask, pc.equal(rows[name], item[name]))
+        wanted = pc.or_(wanted, mask)
     return rows.filter(wanted)
 
 
@@ -154,125 +157,19 @@ def recorded_problem(decision: Mapping[str, Any], snapshot: LibrarySnapshot) -> 
             where="decision.library",
             fix="use the store in which the plan was made",
         )
-    resolved = resolve_scenario(Scenario.model_validate(decision["scenario"]))
-    columns = template_columns(scenario_templates(resolved, snapshot), decision["configs"])
-    running = [Running(**item) for item in decision["running"]]
-    recorded = [[np.nan if price is None else price for price in row] for row in decision["price_usd_per_h"]]
-    available = np.array(decision["available"], dtype=np.int64)
-    return replace(
-        allocation_problem(resolved, columns, running, available=available),
-        price_usd_per_h=np.array(recorded, dtype=np.float64),
-        available=available,
+    columns = template_columns(selected_templates(decision["templates"], snapshot), decision["configs"])
+    prices = [[np.nan if price is None else price for price in row] for row in decision["price_usd_per_h"]]
+    return AllocationProblem(
+        regions=tuple(decision["regions"]),
+        configs=tuple(decision["configs"]),
+        available=np.array(decision["available"], dtype=np.int64),
+        price_usd_per_h=np.array(prices, dtype=np.float64),
+        templates=columns,
+        demand=tuple(DemandRow(**{**row, "phase": Phase(row["phase"])}) for row in decision["demand"]),
+        running=tuple(Running(**item) for item in decision["running"]),
+        churn_k=decision["churn_k"],
+        options=AllocationOptions(**decision["options"]),
     )
-
-
-def manifest_sha256(snapshot: LibrarySnapshot) -> str:
-    """What identifies the snapshot's content."""
-    return sha256_hex(canonical_json(snapshot.manifest.model_dump()))
-
-
-def _plan_document(
-    resolved: ResolvedScenario,
-    problem: AllocationProblem,
-    result: AllocationResult,
-    templates: Mapping[str, ServingTemplate],
-    *,
-    fleet: str,
-    now: datetime,
-) -> dict[str, Any]:
-    answer = allocation_result_to_json(result)
-    return {
-        "schema_version": PLAN_SCHEMA_VERSION,
-        "kind": "predicted",
-        "fleet": fleet,
-        "scenario": resolved.scenario.name,
-        "created_at": now.isoformat(timespec="seconds"),
-        "method": result.method,
-        **{key: answer[key] for key in answer if key != "instances"},
-        "instances": [_instance(item, templates[item.template], problem) for item in result.instances],
-        "demand": [
-            {
-                "model": row.model,
-                "phase": row.phase.value,
-                "tokens_per_s": row.tokens_per_s,
-                "requests_per_s": row.requests_per_s,
-            }
-            for row in problem.demand
-        ],
-    }
-
-
-def _instance(item: InstanceCount, template: ServingTemplate, problem: AllocationProblem) -> dict[str, Any]:
-    nodes = template.placement.combination
-    prices = problem.price_usd_per_h[problem.regions.index(item.region)]
-    each = sum(float(prices[problem.configs.index(name)]) * count for name, count in nodes.items())
-    return {
-        "template": item.template,
-        "model": template.model,
-        "variant": template.variant,
-        "phase": template.phase.value,
-        "region": item.region,
-        "count": item.count,
-        "nodes": nodes,
-        "stages": [{"layers": stage.layers, "nodes": list(stage.nodes)} for stage in template.placement.stages],
-        "throughput_tokens_per_s": template.throughput_tokens_per_s,
-        "throughput_requests_per_s": template.throughput_requests_per_s,
-        "price_usd_per_h": each,
-        "cost_usd_per_h": each * item.count,
-        "source": template.source.value,
-        "error_frac": template.error_frac,
-    }
-
-
-def _input_record(resolved: ResolvedScenario, snapshot: LibrarySnapshot, problem: AllocationProblem) -> dict[str, Any]:
-    """All that the plan was made from, with hashes: enough to solve the same problem again."""
-    price = [[None if np.isnan(p) else float(p) for p in row] for row in problem.price_usd_per_h]
-    scenario = resolved.scenario.model_dump(mode="json")
-    manifest = snapshot.manifest
-    return {
-        "schema_version": PLAN_SCHEMA_VERSION,
-        "code_version": __version__,
-        "scenario": scenario,
-        "library": {
-            "name": manifest.library,
-            "version": manifest.version,
-            "manifest_sha256": manifest_sha256(snapshot),
-        },
-        "regions": list(problem.regions),
-        "configs": list(problem.configs),
-        "price_usd_per_h": price,
-        "price_sources": sorted({p.source for p in resolved.catalog.prices.values()}),
-        "available": problem.available.tolist(),
-        "running": [{"template": r.template, "region": r.region, "count": r.count} for r in problem.running],
-        "churn_k": problem.churn_k,
-        "input_hashes": {
-            "scenario": sha256_hex(canonical_json(scenario)),
-            "library manifest": manifest_sha256(snapshot),
-            "prices": sha256_hex(canonical_json(price)),
-            "availability": sha256_hex(canonical_json(problem.available.tolist())),
-            "models": sha256_hex(canonical_json([model.shape for model in resolved.models])),
-        },
-    }
-
-
-def explanation_document(explanation: AllocationExplanation) -> dict[str, Any]:
-    """The explanation as JSON values: what binds, what one more node would save, what the next unit costs."""
-    return {
-        "source": explanation.source,
-        "relaxed_objective_usd_per_h": explanation.relaxed_objective_usd_per_h,
-        "binding": [_limit(limit) for limit in explanation.binding],
-        "shadow_prices": [_limit(limit) for limit in explanation.limits if limit.shadow_usd_per_h > 0],
-        "marginal_costs": [
-            {
-                "model": cost.model,
-                "phase": cost.phase.value,
-                "unit": cost.unit,
-                "usd_per_h_per_unit": cost.usd_per_h_per_unit,
-                "missing_frac": cost.missing_frac,
-            }
-            for cost in explanation.marginal
-        ],
-    }
 
 
 def explain_template(decision: Mapping[str, Any], snapshot: LibrarySnapshot, template: str) -> dict[str, Any]:
@@ -280,11 +177,3 @@ def explain_template(decision: Mapping[str, Any], snapshot: LibrarySnapshot, tem
     problem = recorded_problem(decision, snapshot)
     answer = asdict(why_not(problem, solve_allocation(problem), template))
     return {**answer, "reasons": list(answer["reasons"])}
-
-
-def _limit(limit: Limit) -> dict[str, Any]:
-    return {
-        "family": limit.family,
-        "what": f"{limit.name[0]} {limit.name[1]}: {limit.used:g} of {limit.limit:g}",
-        "shadow_usd_per_h": limit.shadow_usd_per_h,
-    }

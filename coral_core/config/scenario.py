@@ -203,7 +203,7 @@ class AllocationSpec(_Strict):
 
     startup_s: NonNegative = Field(default=300.0, le=86_400, description="node start-up until it serves")
     interval_s: Positive = Field(default=3600.0, le=604_800, description="time over which a start-up is paid off")
-    pd_same_region: bool = Field(default=False, description="prefill and decode of a request in one region")
+    pd_same_region: bool = Field(default=True, description="prefill and decode of a request in one region")
     gap_frac: NonNegative = Field(default=1e-3, le=1)
     time_limit_s: Positive = Field(default=120.0, le=86_400)
     solver: Literal["auto", "highs", "gurobi"] = "auto"

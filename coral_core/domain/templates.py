@@ -90,12 +90,19 @@ def template_id(*, model: str, variant: str, phase: Phase, slo: Slo, placement: 
     """A stable id: hash of what the template *is*, not of its throughput.
 
     A new profile must not rename the running fleet (DESIGN 5), so no capacity figure enters. Stage order and the
-    order of nodes inside a stage do not matter to what runs, hence both are sorted.
+    order of nodes inside a stage do not matter to what runs, hence both are sorted. Of the SLO only what binds the
+    phase enters: another TPOT leaves prefill templates what they are.
     """
     stages = sorted((stage.layers, sorted(stage.nodes)) for stage in placement.stages)
-    identity = [model, variant, phase.value, float(slo.ttft_s), float(slo.tpot_s), stages]
+    identity = [model, variant, phase.value, *phase_bounds_s(phase, slo), stages]
     digest = hashlib.sha256(json.dumps(identity, separators=(",", ":")).encode()).hexdigest()
     return f"{phase.value[0]}-{digest[:16]}"
+
+
+def phase_bounds_s(phase: Phase, slo: Slo) -> tuple[float, ...]:
+    """The latency bounds that a phase has to keep: TTFT for prefill, TPOT for decode, both for aggregated."""
+    ttft_s, tpot_s = float(slo.ttft_s), float(slo.tpot_s)
+    return {Phase.PREFILL: (ttft_s,), Phase.DECODE: (tpot_s,), Phase.AGGREGATED: (ttft_s, tpot_s)}[phase]
 
 
 def combination_text(combination: Mapping[str, int]) -> str:

@@ -196,3 +196,17 @@ def test_schema_checks_name_what_differs():
     assert checked_columns(["model", "model"]) == ["model"]
     with pytest.raises(InputError, match="'throughput'"):
         checked_columns(["model", "throughput"])
+
+
+def test_only_the_bound_of_the_phase_names_a_template():
+    placement = Placement(stages=(Stage(layers=8, nodes=("a",)),))
+
+    def named(phase, ttft_s, tpot_s):
+        slo = Slo(ttft_s=ttft_s, tpot_s=tpot_s)
+        return template_id(model="m", variant="bf16", phase=phase, slo=slo, placement=placement)
+
+    assert named(Phase.PREFILL, 1.0, 0.05) == named(Phase.PREFILL, 1.0, 0.06)
+    assert named(Phase.PREFILL, 1.0, 0.05) != named(Phase.PREFILL, 1.1, 0.05)
+    assert named(Phase.DECODE, 1.0, 0.05) == named(Phase.DECODE, 2.0, 0.05)
+    assert named(Phase.DECODE, 1.0, 0.05) != named(Phase.DECODE, 1.0, 0.06)
+    assert named(Phase.AGGREGATED, 1.0, 0.05) != named(Phase.AGGREGATED, 1.0, 0.06)

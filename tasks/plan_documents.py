@@ -1,0 +1,284 @@
+"""The documents of a plan: what is rented, what it covers, what changes, what it was made from, and what to know."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+import numpy as np
+
+from artifacts.canonical import canonical_json, sha256_hex
+from artifacts.library import LibrarySnapshot
+from coral_core import __version__
+from coral_core.allocation.explain import AllocationExplanation, Limit
+from coral_core.config.allocation_file import allocation_result_to_json
+from coral_core.config.resolve import ResolvedModel, ResolvedScenario
+from coral_core.domain.allocation import AllocationProblem, AllocationResult, DemandRow, InstanceCount
+from coral_core.domain.model_math import weight_bytes
+from coral_core.domain.templates import ServingTemplate
+from coral_core.domain.workload import Phase
+from coral_core.units import GB
+
+PLAN_SCHEMA_VERSION: Final = 1
+STALE_PRICES: Final = timedelta(days=180)
+
+
+def plan_document(
+    resolved: ResolvedScenario,
+    problem: AllocationProblem,
+    result: AllocationResult,
+    templates: Mapping[str, ServingTemplate],
+    *,
+    fleet: str,
+    now: datetime,
+) -> dict[str, Any]:
+    """What to rent, what it costs and covers, what changes against what runs, and notes. All figures are predicted."""
+    answer = allocation_result_to_json(result)
+    return {
+        "schema_version": PLAN_SCHEMA_VERSION,
+        "kind": "predicted",
+        "fleet": fleet,
+        "scenario": resolved.scenario.name,
+        "created_at": now.isoformat(timespec="seconds"),
+        "method": result.method,
+        **{key: answer[key] for key in answer if key != "instances"},
+        "instances": [_instance(item, templates[item.template], problem) for item in result.instances],
+        "demand": [_demand(row) for row in problem.demand],
+        "coverage": [_coverage(row, problem, result) for row in problem.demand],
+        "changes": _changes(problem, result),
+        "notes": _notes(resolved, problem, result, now),
+    }
+
+
+def input_record(resolved: ResolvedScenario, snapshot: LibrarySnapshot, problem: AllocationProblem) -> dict[str, Any]:
+    """All that the plan was made from, with hashes: the problem can be solved again from this and the library alone."""
+    price = [[None if np.isnan(p) else float(p) for p in row] for row in problem.price_usd_per_h]
+    scenario = resolved.scenario.model_dump(mode="json")
+    manifest = snapshot.manifest
+    return {
+        "schema_version": PLAN_SCHEMA_VERSION,
+        "code_version": __version__,
+        "scenario": scenario,
+        "library": {
+            "name": manifest.library,
+            "version": manifest.version,
+            "manifest_sha256": manifest_sha256(snapshot),
+        },
+        "templates": [_selection(model) for model in resolved.models],
+        "regions": list(problem.regions),
+        "configs": list(problem.configs),
+        "price_usd_per_h": price,
+        "price_sources": sorted({p.source for p in resolved.catalog.prices.values()}),
+        "price_as_of": min(p.as_of for p in resolved.catalog.prices.values()).isoformat(),
+        "available": problem.available.tolist(),
+        "demand": [{**asdict(row), "phase": row.phase.value} for row in problem.demand],
+        "running": [asdict(running) for running in problem.running],
+        "churn_k": problem.churn_k,
+        "options": asdict(problem.options),
+        "input_hashes": {
+            "scenario": sha256_hex(canonical_json(scenario)),
+            "library manifest": manifest_sha256(snapshot),
+            "prices": sha256_hex(canonical_json(price)),
+            "availability": sha256_hex(canonical_json(problem.available.tolist())),
+            "models": sha256_hex(canonical_json([model.shape for model in resolved.models])),
+        },
+    }
+
+
+def manifest_sha256(snapshot: LibrarySnapshot) -> str:
+    """What identifies the snapshot's content."""
+    return sha256_hex(canonical_json(snapshot.manifest.model_dump()))
+
+
+def explanation_document(explanation: AllocationExplanation) -> dict[str, Any]:
+    """The explanation as JSON values: what binds, what one more node would save, what the next unit costs."""
+    return {
+        "source": explanation.source,
+        "relaxed_objective_usd_per_h": explanation.relaxed_objective_usd_per_h,
+        "binding": [_limit(limit) for limit in explanation.binding],
+        "shadow_prices": [_limit(limit) for limit in explanation.limits if limit.shadow_usd_per_h > 0],
+        "marginal_costs": [
+            {
+                "model": cost.model,
+                "phase": cost.phase.value,
+                "unit": cost.unit,
+                "usd_per_h_per_unit": cost.usd_per_h_per_unit,
+                "missing_frac": cost.missing_frac,
+            }
+            for cost in explanation.marginal
+        ],
+    }
+
+
+def _instance(item: InstanceCount, template: ServingTemplate, problem: AllocationProblem) -> dict[str, Any]:
+    nodes = template.placement.combination
+    prices = problem.price_usd_per_h[problem.regions.index(item.region)]
+    each = sum(float(prices[problem.configs.index(name)]) * count for name, count in nodes.items())
+    return {
+        "template": item.template,
+        "model": template.model,
+        "variant": template.variant,
+        "phase": template.phase.value,
+        "region": item.region,
+        "count": item.count,
+        "nodes": nodes,
+        "stages": [
+            {
+                "layers": stage.layers,
+                "nodes": list(stage.nodes),
+                "budget_frac": stage.budget_frac or 1 / len(template.placement.stages),
+            }
+            for stage in template.placement.stages
+        ],
+        "throughput_tokens_per_s": template.throughput_tokens_per_s,
+        "throughput_requests_per_s": template.throughput_requests_per_s,
+        "price_usd_per_h": each,
+        "cost_usd_per_h": each * item.count,
+        "source": template.source.value,
+        "error_frac": template.error_frac,
+    }
+
+
+def _demand(row: DemandRow) -> dict[str, Any]:
+    return {
+        "model": row.model,
+        "phase": row.phase.value,
+        "tokens_per_s": row.tokens_per_s,
+        "requests_per_s": row.requests_per_s,
+    }
+
+
+def _coverage(row: DemandRow, problem: AllocationProblem, result: AllocationResult) -> dict[str, Any]:
+    """Demand against the capacity of all chosen templates that enter the row, in the row's own unit."""
+    index = {template: i for i, template in enumerate(problem.templates.ids)}
+    demand = row.tokens_per_s if row.tokens_per_s is not None else row.requests_per_s
+    assert demand is not None
+    capacity = 0.0
+    for item in result.instances:
+        i = index[item.template]
+        if problem.templates.models[i] != row.model:
+            continue
+        phase, throughput = problem.templates.phases[i], float(problem.templates.throughput[i]) * item.count
+        if phase is row.phase:
+            capacity += throughput
+        elif phase is Phase.AGGREGATED and row.tokens_per_s is not None and row.requests_per_s:
+            capacity += throughput * row.tokens_per_s / row.requests_per_s
+    return {
+        "model": row.model,
+        "phase": row.phase.value,
+        "unit": "requests/s" if row.tokens_per_s is None else "tokens/s",
+        "demand": demand,
+        "capacity": capacity,
+        "utilization_frac": min(demand / capacity, 1.0) if capacity else None,
+    }
+
+
+def _changes(problem: AllocationProblem, result: AllocationResult) -> list[dict[str, Any]]:
+    """Instances running and planned of every template and region that has either."""
+    running = Counter({(item.template, item.region): item.count for item in problem.running})
+    planned = Counter({(item.template, item.region): item.count for item in result.instances})
+    return [
+        {"template": key[0], "region": key[1], "running": running[key], "planned": planned[key]}
+        for key in sorted(running | planned)
+    ]
+
+
+def _notes(
+    resolved: ResolvedScenario, problem: AllocationProblem, result: AllocationResult, now: datetime
+) -> list[str]:
+    """What a reader must know beside the figures."""
+    notes = [_unservable(model, phase, resolved) for model, phase in _without_templates(resolved, problem)]
+    notes += [
+        f"{item.model} {item.phase.value}: {item.frac:.1%} of the demand is not met for want of nodes"
+        for item in result.shortfall
+        if item.frac > 0 and item.phase in _phases_with_templates(problem, item.model)
+    ]
+    sold = (~np.isnan(problem.price_usd_per_h)).tolist()
+    nowhere = [name for c, name in enumerate(problem.configs) if not any(row[c] for row in sold)]
+    if nowhere:
+        notes.append(f"no price is known in these regions, so never rented: {', '.join(nowhere)}")
+    empty = [region for region, row in zip(problem.regions, sold, strict=True) if not any(row)]
+    if empty:
+        notes.append(f"none of the configurations is sold in {', '.join(empty)}")
+    oldest = min(price.as_of for price in resolved.catalog.prices.values())
+    if now.date() - oldest > STALE_PRICES:
+        notes.append(f"prices are as old as {oldest} ({(now.date() - oldest).days} days)")
+    apart = [m.shape.name for m in resolved.models if Phase.AGGREGATED not in m.phases]
+    if apart:
+        notes.append(
+            f"only prefill and decode on separate nodes were considered for {', '.join(apart)}; "
+            "`phases: [prefill, decode, aggregated]` lets both on the same nodes compete"
+        )
+    return notes
+
+
+def _without_templates(resolved: ResolvedScenario, problem: AllocationProblem) -> list[tuple[ResolvedModel, Phase]]:
+    """Phases of models with demand that not one template serves."""
+    by_name = {model.shape.name: model for model in resolved.models}
+    return [
+        (by_name[row.model], row.phase)
+        for row in problem.demand
+        if (row.tokens_per_s or row.requests_per_s)
+        and row.phase not in _phases_with_templates(problem, row.model)
+        and Phase.AGGREGATED not in _phases_with_templates(problem, row.model)
+    ]
+
+
+def _phases_with_templates(problem: AllocationProblem, model: str) -> set[Phase]:
+    pairs = set(zip(problem.templates.models, problem.templates.phases, strict=True))
+    return {phase for name, phase in pairs if name == model}
+
+
+def _unservable(model: ResolvedModel, phase: Phase, resolved: ResolvedScenario) -> str:
+    """Why no template serves a phase: the weights fit nowhere, or no placement meets the latency bound."""
+    weights = weight_bytes(model.shape, model.variant)
+    library = resolved.scenario.library
+    largest = library.n_max * max(config.memory_bytes for config in resolved.configs)
+    head = f"{model.shape.name} {phase.value} cannot be served at all: "
+    if weights >= largest:
+        return (
+            f"{head}its weights take {weights / GB:.0f} GB and the largest combination holds {largest / GB:.0f} GB; "
+            "raise library.n_max or add larger configurations"
+        )
+    slo = model.demand.slo
+    bound = {
+        Phase.PREFILL: f"TTFT {slo.ttft_s} s",
+        Phase.DECODE: f"TPOT {slo.tpot_s} s",
+        Phase.AGGREGATED: f"TTFT {slo.ttft_s} s and TPOT {slo.tpot_s} s",
+    }[phase]
+    return (
+        f"{head}no combination of up to {library.n_max} of these nodes holds it within {bound} and the memory limit "
+        f"of {library.rho:g} x its size; loosen the bound, raise library.n_max or library.rho, or add configurations"
+    )
+
+
+def _selection(model: ResolvedModel) -> dict[str, Any]:
+    """Which of a library's templates are the model's."""
+    return {
+        "model": model.shape.name,
+        "variant": model.variant,
+        "phases": [phase.value for phase in model.phases],
+        "ttft_s": model.demand.slo.ttft_s,
+        "tpot_s": model.demand.slo.tpot_s,
+    }
+
+
+def selections(resolved: ResolvedScenario) -> list[dict[str, Any]]:
+    """Which of a library's templates are the scenario's, one entry per model."""
+    return [_selection(model) for model in resolved.models]
+
+
+def _limit(limit: Limit) -> dict[str, Any]:
+    return {
+        "family": limit.family,
+        "what": f"{limit.name[0]} {limit.name[1]}: {limit.used:g} of {limit.limit:g}",
+        "shadow_usd_per_h": limit.shadow_usd_per_h,
+    }
+
+
+def chosen_templates(results: Sequence[AllocationResult]) -> list[str]:
+    """Ids of the templates that any of the results uses."""
+    return sorted({item.template for result in results for item in result.instances})
