@@ -10,6 +10,7 @@ must outlive `settle_s`, so that its successor sees all of the fleet.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -26,6 +27,7 @@ from coral_core.cloud.ports import (
     FleetEvent,
     LeaseLostError,
     Ports,
+    Preview,
     StartFailure,
 )
 from coral_core.cloud.provisioner import CloudBusyError, NodeOrder, Refusal, Refused
@@ -55,6 +57,18 @@ def apply_plan(
         return run.loop()
     except LeaseLostError as error:
         return run.report(ApplyStatus.LEASE_LOST, str(error))
+
+
+def preview_plan(
+    plan: FleetPlan, *, regions: Collection[str], limits: FleetLimits, policy: ApplyPolicy, ports: Ports
+) -> Preview:
+    """The fleet as it is and all steps from it to the plan; reads only, and needs no lease. Raises as `apply_plan`."""
+    check_plan(plan, limits)
+    free = replace(ports, guard=lambda: math.inf)
+    run = _Run(plan, sorted({*regions, *(wanted.region for wanted in plan.wanted)}), limits, policy, free)
+    run.check_account()
+    run.observe()
+    return Preview(nodes=tuple(run.nodes.values()), foreign=run.foreign, todo=run.reconcile())
 
 
 class _Run:

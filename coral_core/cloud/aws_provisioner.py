@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from coral_core.cloud.aws_codes import REFUSALS, AwsApi, AwsError, as_failure, pages
 from coral_core.cloud.provisioner import Listing, NodeOrder, Refused, Started, StartOutcome
-from coral_core.cloud.tags import FLEET_TAG, client_token, read_tags, write_tags
+from coral_core.cloud.tags import FLEET_TAG, client_token, known_state, read_tags, write_tags
 from coral_core.domain.fleet import FleetId, ForeignNode, Node, NodeState
 from coral_core.domain.hardware import Market
 from coral_core.errors import ProvisionError, unknown_name
@@ -229,7 +229,7 @@ def _node(fleet: FleetId, region: str, found: Mapping[str, Any], *, account: str
         region=region,
         zone=found["Placement"]["AvailabilityZone"],
         market=Market.SPOT if found.get("InstanceLifecycle") == "spot" else Market.ON_DEMAND,
-        state=_STATES[found["State"]["Name"]],
+        state=known_state(_STATES, found["State"]["Name"], where=region),
         launched_at=found["LaunchTime"].astimezone(UTC),
         tags=tags,
     )

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any, Final
 
 from coral_core.cloud.provisioner import CloudBusyError, Listing, NodeOrder, Refusal, Refused, Started, StartOutcome
-from coral_core.cloud.tags import FLEET_TAG, client_token, read_tags, write_tags
+from coral_core.cloud.tags import FLEET_TAG, client_token, known_state, read_tags, write_tags
 from coral_core.domain.fleet import FleetId, ForeignNode, Node, NodeState
 from coral_core.domain.hardware import Market
 from coral_core.errors import ProvisionError, unknown_name
@@ -219,7 +219,7 @@ def _node(fleet: FleetId, region: str, zone: str, machine: Any, *, project: str)
         region=region,
         zone=zone,
         market=Market.SPOT if machine.scheduling.provisioning_model == "SPOT" else Market.ON_DEMAND,
-        state=_STATES[machine.status],
+        state=known_state(_STATES, machine.status, where=region),
         launched_at=datetime.fromisoformat(machine.creation_timestamp).astimezone(UTC),
         tags=tags,
     )

@@ -11,7 +11,7 @@ from typing import ClassVar
 from coral_core.clock import Clock
 from coral_core.cloud.engine_port import Engine
 from coral_core.cloud.provisioner import Provisioner, Refusal
-from coral_core.cloud.steps import Action, ReconcilePolicy, Unmet
+from coral_core.cloud.steps import Action, ReconcilePolicy, Reconciliation, Unmet
 from coral_core.domain.fleet import ForeignNode, Node, Offer
 from coral_core.domain.hardware import Market
 from coral_core.errors import ProvisionError
@@ -111,3 +111,12 @@ class ApplyReport:
     failures: tuple[StartFailure, ...]
     unmet: tuple[Unmet, ...]
     lowered: Mapping[Offer, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """The fleet as listed (gone nodes included) and what it would take to make it the plan."""
+
+    nodes: tuple[Node, ...]
+    foreign: tuple[ForeignNode, ...]
+    todo: Reconciliation

@@ -13,10 +13,10 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from coral_core.domain.fleet import FleetId, NodeTags
+from coral_core.domain.fleet import FleetId, NodeState, NodeTags
 from coral_core.domain.hardware import Market
 from coral_core.domain.workload import Phase
-from coral_core.errors import InputError
+from coral_core.errors import InputError, ProvisionError
 
 FLEET_TAG: Final = "coral:fleet"
 _FIELDS: Final = ("instance", "template", "model", "phase", "config", "stage", "node", "nodes", "epoch")
@@ -76,6 +76,15 @@ def read_tags(fleet: FleetId, found: Mapping[str, str], *, account: str, token: 
     if isinstance(tags, NodeTags) and token != client_token(fleet, tags.instance_id, tags.node):
         return "was not launched by this fleet: its tags are a copy (its client token is not theirs)"
     return tags
+
+
+def known_state(states: Mapping[str, NodeState], name: str, *, where: str) -> NodeState:
+    """What a cloud's word for a machine's state means; ProvisionError for a word never heard, which is not guessed."""
+    if name not in states:
+        raise ProvisionError(
+            f"unknown state {name!r} of a machine", where=where, fix="end that machine, or report it as a bug of Coral"
+        )
+    return states[name]
 
 
 def _parse(found: Mapping[str, str]) -> NodeTags | str:

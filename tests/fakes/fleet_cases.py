@@ -80,7 +80,11 @@ class World:
         self.engine = FakeEngine(cloud=self.cloud)
 
     def apply(self, plan: FleetPlan, limits: FleetLimits, policy: ApplyPolicy | None = None, **changes) -> ApplyReport:
-        ports = Ports(
+        ports = self.ports(**changes)
+        return apply_plan(plan, regions=tuple(self.zones), limits=limits, policy=policy or apply_policy(), ports=ports)
+
+    def ports(self, **changes) -> Ports:
+        return Ports(
             **{
                 "provisioner": self.cloud,
                 "engine": self.engine,
@@ -91,7 +95,6 @@ class World:
                 **changes,
             }
         )
-        return apply_plan(plan, regions=tuple(self.zones), limits=limits, policy=policy or apply_policy(), ports=ports)
 
     def fleet(self) -> dict[tuple[str, str, str], int]:
         """(template, region, market) -> serving instances whose nodes truly all stand, orphans under their own key."""

@@ -52,6 +52,7 @@ PARTS = st.tuples(
     st.sampled_from(list(ZONES)),
     st.sampled_from(list(Market)),
 )
+HARM = st.sampled_from(["kill", "interrupt", "halt"])
 PLANS = st.lists(PARTS, min_size=1, max_size=3)
 MAYBE_PLANS = PLANS | st.none()
 
@@ -169,8 +170,11 @@ class FleetMachine(RuleBasedStateMachine):
     def engines(self, broken):
         self.world.engine.broken = broken
 
-    @rule(harm=st.sampled_from(["kill", "kill", "halt", "interrupt"]), which=st.integers(0, 20))
-    def harm(self, harm, which):
+    @rule(harm=HARM, which=st.integers(0, 20))
+    def machines_suffer(self, harm, which):
+        self.harm_one(harm, which)
+
+    def harm_one(self, harm, which):
         ours = [m for m in self.cloud.held(also_ending=False) if m.order is not None]
         if ours:
             self.harmed_at_s = self.clock.elapsed_s
@@ -205,6 +209,11 @@ class FleetMachine(RuleBasedStateMachine):
         """A second run begins while the first is at work: it gets no lease and does nothing."""
         self.new_plan(parts)
         self.one_run(at_change=(change, self.refused_run))
+
+    @rule(parts=MAYBE_PLANS, change=st.integers(1, 12), harm=HARM, which=st.integers(0, 20))
+    def run_while_machines_suffer(self, parts, change, harm, which):
+        self.new_plan(parts)
+        self.one_run(at_change=(change, lambda: self.harm_one(harm, which)))
 
     @rule(parts=MAYBE_PLANS, newer=MAYBE_PLANS, change=st.integers(1, 12))
     def two_runs_one_stalled(self, parts, newer, change):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from coral_core.cloud.apply import preview_plan
 from coral_core.cloud.fake import Fault, Trouble
 from coral_core.cloud.ports import ApplyStatus, LeaseLostError
 from coral_core.cloud.provisioner import CloudBusyError, Refusal
@@ -448,3 +449,49 @@ def test_what_cannot_be_completed_is_rolled_back_even_while_no_listing_shows_it(
     assert len(world.cloud.machines) == 4
     assert world.fleet() == {}
     assert report.lowered == {("east", "c", Market.ON_DEMAND): 0}
+
+
+def test_a_preview_shows_the_steps_and_changes_nothing(world):
+    world.apply(plan(wanted(ONE, 1)), limits())
+    world.cloud.plant("stranger", region="east", tags={"coral:fleet": "demo"})
+    world.cloud.faults.append(Fault(operation="describe", trouble=Trouble.THROTTLED))
+    world.cloud.calls.clear()
+    world.events.clear()
+
+    def guard():
+        raise LeaseLostError("another run holds it")
+
+    preview = preview_plan(
+        plan(wanted(TWO, 1), plan_id="plan-2"),
+        regions=("east", "west"),
+        limits=limits(),
+        policy=apply_policy(),
+        ports=world.ports(guard=guard),
+    )
+    assert [step.action for step in preview.todo.steps] == [Action.START, Action.WEIGHT, Action.DRAIN, Action.STOP]
+    assert [node.node_id for node in preview.foreign] == ["stranger"]
+    assert len(preview.nodes) == 1
+    assert set(world.cloud.calls) == {"account", "describe"}
+    assert world.events == []
+    with pytest.raises(ProvisionError, match="the plan passes"):
+        preview_plan(
+            plan(wanted(TWO, 1)), regions=(), limits=limits(max_nodes=1), policy=apply_policy(), ports=world.ports()
+        )
+
+
+def test_a_group_that_cannot_be_released_is_left_to_the_next_run(world):
+    world.apply(plan(wanted(TWO, 1)), limits())
+    world.apply(plan(plan_id="plan-2"), limits())
+    world.clock.advance(100.0)
+    world.cloud.faults.append(Fault(operation="release_group", trouble=Trouble.THROTTLED))
+    assert world.apply(plan(plan_id="plan-2"), limits()).status is ApplyStatus.CONVERGED
+    assert len(world.cloud.groups) == 1
+    assert any("left to the next run" in event.outcome for event in world.events)
+
+
+def test_no_two_starts_of_one_round_ask_for_what_was_just_refused(world):
+    world.cloud.capacity["east-a", "a"] = 1
+    report = world.apply(plan(wanted(ONE, 5)), limits())
+    assert report.status is ApplyStatus.CONVERGED
+    assert len(report.failures) == 1
+    assert world.cloud.calls.count("start") == 6

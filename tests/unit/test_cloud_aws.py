@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -167,6 +167,50 @@ def test_a_listing_reads_every_page_and_every_state():
 
 def _fields(tags: NodeTags) -> dict[str, object]:
     return {name: getattr(tags, name) for name in NodeTags.__slots__}
+
+
+def test_spot_notices_are_asked_for_only_where_spot_runs():
+    noticed = {"SpotInstanceRequests": [{"InstanceId": "i-1"}, {}]}
+    spot, on_demand = ran(found(InstanceLifecycle="spot")), ran(found())
+    api = Scripted(
+        {
+            "describe_regions": [{"Regions": [{"RegionName": "us-east-1"}]}],
+            "describe_instances": [{"Reservations": [on_demand]}, {"Reservations": [spot]}],
+            "describe_placement_groups": [{"PlacementGroups": []}],
+            "describe_spot_instance_requests": [noticed],
+        }
+    )
+    provisioner = AwsProvisioner(api, AwsLaunch(launch_template="t"))
+    assert [node.interrupted for node in provisioner.describe(FLEET, "us-east-1").nodes] == [False]
+    assert "describe_spot_instance_requests" not in [call[0] for call in api.calls]
+    assert [node.interrupted for node in provisioner.describe(FLEET, "us-east-1").nodes] == [True]
+
+
+def test_one_absent_id_does_not_keep_the_others_alive():
+    absent = AwsError("InvalidInstanceID.NotFound", "i-9", "terminate_instances")
+    api = Scripted({"run_instances": [ran(found())], "terminate_instances": [absent, absent, {}]})
+    provisioner = AwsProvisioner(api, AwsLaunch(launch_template="t"))
+    outcome = provisioner.start(FLEET, order())
+    assert isinstance(outcome, Started)
+    provisioner.stop(FLEET, "us-east-1", [replace(outcome.node, node_id="i-9"), outcome.node])
+    assert [call[2]["InstanceIds"] for call in api.calls[1:]] == [["i-9", "i-1"], ["i-9"], ["i-1"]]
+    api.answers["terminate_instances"] = [absent, AwsError("RequestLimitExceeded", "", "terminate_instances")]
+    with pytest.raises(CloudBusyError):
+        provisioner.stop(FLEET, "us-east-1", [outcome.node, outcome.node])
+    api.answers["terminate_instances"] = [AwsError("UnauthorizedOperation", "", "terminate_instances")]
+    with pytest.raises(ProvisionError, match="UnauthorizedOperation"):
+        provisioner.stop(FLEET, "us-east-1", [outcome.node])
+    api.answers["get_caller_identity"] = [{"Account": "42"}, AwsError("ExpiredToken", "", "get_caller_identity")]
+    assert provisioner.account() == "42"
+    with pytest.raises(ProvisionError, match="ExpiredToken"):
+        provisioner.account()
+    assert provisioner.call_timeout_s == 30.0
+
+
+def test_a_state_never_heard_of_is_said():
+    api = Scripted({"run_instances": [ran(found(state="dreaming"))]})
+    with pytest.raises(ProvisionError, match="unknown state 'dreaming'"):
+        AwsProvisioner(api, AwsLaunch(launch_template="t")).start(FLEET, order())
 
 
 def test_a_group_in_use_stays():
