@@ -21,7 +21,7 @@ from coral_core.sim.inputs import (
 )
 from coral_core.sim.metrics import Latencies, Load, ModelMetrics, load, measure, tpot_s, ttft_s, within_slo
 from coral_core.sim.outcome import ConservationError, FleetOutcome, RequestOutcome, RequestStatus, SimOutcome
-from coral_core.sim.simulate import simulate
+from coral_core.sim.run import simulate
 from coral_core.sim.timing import Served, node_timing, sim_model
 
 __all__ = [

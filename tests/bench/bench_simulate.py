@@ -34,7 +34,7 @@ from coral_core.sim.compiled import compiled_run
 from coral_core.sim.fleet import sim_instance
 from coral_core.sim.inputs import SimInput, SimInstance, SimOptions, SimRequests
 from coral_core.sim.metrics import measure
-from coral_core.sim.simulate import simulate
+from coral_core.sim.run import simulate
 from coral_core.sim.timing import Served, sim_model
 
 LOADED_FRAC = 0.7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from coral_core.domain.workload import Phase
 from coral_core.sim.inputs import (
@@ -73,6 +74,19 @@ def simulation(
         options=SimOptions(**{"end_s": 1000.0, "compiled": compiled, **options}),
         lifecycle=lifecycle,
     )
+
+
+def first_and_finish(outcome) -> list[tuple[float, float]]:
+    """Instants of the first and the last token of each request, to be compared approximately."""
+    pairs = zip(outcome.requests.first_token_s, outcome.requests.finish_s, strict=True)
+    return [(pytest.approx(first, nan_ok=True), pytest.approx(finish)) for first, finish in pairs]
+
+
+def disaggregated(**more) -> list[SimInstance]:
+    """A prefill instance with a NIC of 1,000 bytes/s and a decode instance with a faster one, two layers each."""
+    prefill = instance("p", stage(node(fixed_s=1.0, token_s=0.01, nic=1000.0), layers=2), phase=Phase.PREFILL, **more)
+    decode = instance("d", stage(node(fixed_s=1.0, token_s=0.01, nic=4000.0), layers=2), phase=Phase.DECODE)
+    return [prefill, decode]
 
 
 def random_simulation(

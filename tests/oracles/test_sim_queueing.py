@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from coral_core.sim.inputs import UNLIMITED, SimRequests
-from coral_core.sim.simulate import simulate
+from coral_core.sim.run import simulate
 from tests.fakes.sim_cases import instance, node, simulation, stage
 
 TICK_S = 1e-6

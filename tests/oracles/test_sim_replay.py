@@ -15,7 +15,7 @@ import pytest
 
 from coral_core.sim.inputs import UNLIMITED, SimInput, SimRequests
 from coral_core.sim.outcome import SimOutcome
-from coral_core.sim.simulate import simulate
+from coral_core.sim.run import simulate
 from tests.fakes.sim_cases import instance, node, simulation, stage
 
 FITTED = 100

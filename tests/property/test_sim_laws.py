@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coral_core.sim.inputs import NodeTiming, SimInput, SimInstance
 from coral_core.sim.outcome import RequestStatus
-from coral_core.sim.simulate import simulate
+from coral_core.sim.run import simulate
 from tests.fakes.sim_cases import instance, node, random_simulation, requests, simulation, stage
 
 seeds = st.integers(0, 10**6)
@@ -203,7 +203,7 @@ def test_a_run_is_repeatable_and_its_digest_tells_inputs_apart():
 
 def test_arrays_grow_when_more_is_under_way_than_foreseen(monkeypatch):
     from coral_core.sim import pack as packing
-    from coral_core.sim import simulate as driver
+    from coral_core.sim import run as driver
 
     given = random_simulation(11, requests_count=120)
     before = simulate(given)

@@ -20,7 +20,7 @@ from coral_core.sim.inputs import (
     SimRequests,
     SimStage,
 )
-from coral_core.sim.simulate import simulate
+from coral_core.sim.run import simulate
 from tests.fakes.sim_cases import instance, node, requests, simulation, stage
 
 ONE = instance("i", stage(node(fixed_s=1.0)))

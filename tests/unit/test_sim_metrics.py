@@ -17,7 +17,7 @@ from coral_core.sim.instances import set_state
 from coral_core.sim.metrics import Latencies, load, measure, tpot_s, ttft_s, within_slo
 from coral_core.sim.outcome import ConservationError, check_conservation
 from coral_core.sim.pack import pack
-from coral_core.sim.simulate import simulate
+from coral_core.sim.run import simulate
 from tests.fakes.sim_cases import instance, node, requests, simulation, stage
 
 ONE = instance("i", stage(node(fixed_s=1.0)), max_running_requests=1)

@@ -22,7 +22,7 @@ from coral_core.perf.roofline import attended_tokens_per_prompt_token, layer_tim
 from coral_core.perf.search import Layout
 from coral_core.sim.fleet import parsed_layout, sim_instance
 from coral_core.sim.inputs import SimRequests
-from coral_core.sim.simulate import simulate
+from coral_core.sim.run import simulate
 from coral_core.sim.timing import Served, kv_blocks, node_timing, sim_model
 from tests.fakes.sim_cases import simulation
 
