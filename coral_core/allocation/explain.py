@@ -9,6 +9,7 @@ from coral_core.allocation.prices import Prices, price_plan
 from coral_core.domain.allocation import AllocationProblem, AllocationResult
 from coral_core.domain.workload import Phase
 from coral_core.solver.program import Solver
+from coral_core.units import SECONDS_PER_H
 
 _PRICE_NOISE = 1e-9
 
@@ -85,6 +86,12 @@ def explain_allocation(
         marginal=_marginal(problem, result, prices),
         relaxed_objective_usd_per_h=prices.relaxation.objective,
     )
+
+
+def volume_price(usd_per_h_per_unit: float, *, in_requests: bool) -> tuple[float, str]:
+    """USD/h per token/s (or per request/s) as a price by volume, with its unit: what a million tokens cost."""
+    usd = usd_per_h_per_unit / SECONDS_PER_H
+    return (usd * 1e3, "USD per 1,000 requests") if in_requests else (usd * 1e6, "USD per million tokens")
 
 
 def _limit(family: Family, name: tuple[str, str], used: float, limit: float, value: float) -> Limit:

@@ -9,9 +9,11 @@ import numpy as np
 
 from coral_core.allocation.assess import running_counts
 from coral_core.allocation.coverage import Floats, Group
+from coral_core.allocation.explain import volume_price
 from coral_core.allocation.prices import Prices, price_plan
 from coral_core.allocation.reduce import fits
 from coral_core.domain.allocation import AllocationProblem, AllocationResult
+from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
 from coral_core.solver.program import Solver
 
@@ -67,7 +69,7 @@ def why_not(
         cheaper_usd_per_h_per_unit=None if cheaper is None else float(rate[cheaper]),
         reasons=(),
     )
-    return replace(facts, reasons=tuple(_reasons(facts, has_row=group is not None)))
+    return replace(facts, reasons=tuple(_reasons(facts, problem.templates.phases[t], has_row=group is not None)))
 
 
 def _unavailable(problem: AllocationProblem, t: int) -> dict[str, tuple[str, ...]]:
@@ -119,7 +121,7 @@ def _cheaper(group: Group, prices: Prices, rate: Floats, t: int) -> int | None:
     return int(chosen[np.argmin(rate[chosen])]) if len(chosen) else None
 
 
-def _reasons(facts: WhyNot, *, has_row: bool) -> Iterator[str]:
+def _reasons(facts: WhyNot, phase: Phase, *, has_row: bool) -> Iterator[str]:
     if facts.chosen_count:
         yield "it is in the plan: " + ", ".join(f"{n} in {region}" for region, n in facts.chosen_count.items())
     if not has_row:
@@ -130,12 +132,7 @@ def _reasons(facts: WhyNot, *, has_row: bool) -> Iterator[str]:
     if facts.dominated_by is not None:
         yield f"{facts.dominated_by} needs no more nodes and gives at least as much of what is asked"
     if facts.cheaper_chosen is not None:
-        yield (
-            f"it costs {facts.usd_per_h_per_unit:.3g} USD/h per unit of throughput at best, the chosen "
-            f"{facts.cheaper_chosen} {facts.cheaper_usd_per_h_per_unit:.3g}"
-            if facts.usd_per_h_per_unit is not None
-            else f"it fits nowhere, the chosen {facts.cheaper_chosen} does"
-        )
+        yield _cheaper_reason(facts, in_requests=phase is Phase.AGGREGATED)
     if facts.chosen_count:
         return
     for region, value in facts.reduced_cost_usd_per_h.items():
@@ -143,3 +140,11 @@ def _reasons(facts: WhyNot, *, has_row: bool) -> Iterator[str]:
             yield f"in {region} one instance would add {value:.4g} USD/h at the prices of the relaxation"
         else:
             yield f"in {region} prices do not speak against it: whole instances of others fit the demand better"
+
+
+def _cheaper_reason(facts: WhyNot, *, in_requests: bool) -> str:
+    if facts.usd_per_h_per_unit is None or facts.cheaper_usd_per_h_per_unit is None:
+        return f"it fits nowhere, the chosen {facts.cheaper_chosen} does"
+    own, unit = volume_price(facts.usd_per_h_per_unit, in_requests=in_requests)
+    other, _ = volume_price(facts.cheaper_usd_per_h_per_unit, in_requests=in_requests)
+    return f"used in full it costs {own:.3g} {unit} at best, the chosen {facts.cheaper_chosen} {other:.3g}"

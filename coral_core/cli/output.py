@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from coral_core.report.figures import figure
+
+_FIGURE: Final = re.compile(r"-?|-?[\d,]*\.?\d+%?")
 
 
 def print_json(document: Any) -> None:  # noqa: ANN401 - any JSON value
@@ -17,43 +25,41 @@ def print_json(document: Any) -> None:  # noqa: ANN401 - any JSON value
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, note: str = "") -> None:
-    """A table on stdout; numbers are right-aligned, None shows as `-`."""
-    table = Table(header_style="bold")
+    """A table on stdout; columns of numbers (written out or not) are right-aligned, None shows as `-`."""
+    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    cells = [[figure(cell) for cell in row] for row in rows]
     for index, column in enumerate(columns):
-        numeric = all(isinstance(row[index], int | float | None) for row in rows)
-        table.add_column(column, justify="right" if numeric and rows else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(format_cell(cell) for cell in row))
+        numeric = all(_FIGURE.fullmatch(row[index]) for row in cells)
+        table.add_column(
+            Text(_wrapped(column, [row[index] for row in cells])),
+            justify="right" if numeric and rows else "left",
+            overflow="fold",
+        )
+    for row in cells:
+        table.add_row(*map(Text, row))  # as text: brackets are no markup
     out = console()
-    out.print(title, style="bold", highlight=False, soft_wrap=True)
+    out.print(title, style="bold", highlight=False, soft_wrap=True, markup=False)
     out.print(table)
     if note:
-        out.print(note, style="dim", highlight=False)
+        out.print(note, style="dim", highlight=False, markup=False)
+
+
+def _wrapped(column: str, cells: Sequence[str]) -> str:
+    """A header on several lines where its cells are narrower, so that tables stay narrow."""
+    widest = max((len(line) for cell in cells for line in cell.splitlines()), default=len(column))
+    return textwrap.fill(column, max(widest, *map(len, column.split())))
 
 
 def print_text(text: str) -> None:
     """A line for people on stdout."""
-    console().print(text, highlight=False, soft_wrap=True)
+    console().print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def print_note(text: str) -> None:
     """A line for people on stderr, so that stdout stays what was asked for."""
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True, style="dim")
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True, style="dim", markup=False)
 
 
 def console() -> Console:
     """Stdout; as wide as its content needs when it is not a terminal (a pipe must not cut columns)."""
     return Console() if sys.stdout.isatty() else Console(width=200)
-
-
-def format_cell(value: object) -> str:
-    """Numbers with up to four significant digits after a thousands separator, None as `-`."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.4g}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return str(value)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from coral_core.cli.options import AsJson, InputFile
-from coral_core.cli.output import print_json, print_table
+from coral_core.cli.output import print_json, print_note, print_table
+from coral_core.domain.placement import PlacementStatus
+from coral_core.errors import NoSolutionError
+from coral_core.report.figures import stages_text
 
 app = App(name="placement", help="Solve placement problems of your own (JSON in, JSON out).")
 
@@ -18,8 +22,11 @@ def solve(
     *,
     method: Annotated[Literal["lattice", "ilp"], Parameter(help="Both find the same optimum.")] = "lattice",
     as_json: AsJson = False,
-) -> None:
-    """Find the throughput-optimal placement of one problem or a list (format: docs/formats.md)."""
+) -> int:
+    """Find the throughput-optimal placement of one problem or a list (format: docs/formats.md).
+
+    The exit code is 3 where a time limit ended an integer program before its optimum was proven.
+    """
     from coral_core.config.placement_file import placement_result_to_json, read_placement_file
     from coral_core.placement.methods import placement_method
     from coral_core.placement.verify import verify_placement
@@ -35,16 +42,23 @@ def solve(
     answers = [placement_result_to_json(result) for result in results]
     if as_json:
         print_json(answers if was_list else answers[0])
-        return
+    else:
+        _print(method, answers)
+    unproven = [str(index) for index, result in enumerate(results) if result.status is PlacementStatus.UNPROVEN]
+    if unproven:
+        print_note(f"coral: not proven optimal within the time limit: problem {', '.join(unproven)}")
+        return NoSolutionError.exit_code
+    return 0
+
+
+def _print(method: str, answers: Sequence[Mapping[str, Any]]) -> None:
     rows = [
         (
             index,
-            result.status.value,
-            result.throughput_tokens_per_s,
-            " | ".join(f"{stage.layers}: {' '.join(stage.nodes)}" for stage in result.placement.stages)
-            if result.placement
-            else "-",
+            answer["status"],
+            answer["throughput_tokens_per_s"],
+            stages_text(answer["stages"]) or None,
         )
-        for index, result in enumerate(results)
+        for index, answer in enumerate(answers)
     ]
-    print_table(f"Placements ({method})", ("problem", "status", "tokens/s", "stages (layers: nodes)"), rows)
+    print_table(f"Placements ({method})", ("problem", "status", "tokens/s", "layers on nodes"), rows)

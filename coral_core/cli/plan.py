@@ -95,7 +95,7 @@ def explain(
         if as_json:
             print_json(explanation)
         else:
-            show_explanation(explanation)
+            show_explanation(record)
         return
     from tasks.plan import explain_template
 
@@ -104,8 +104,7 @@ def explain(
     if as_json:
         print_json(answer)
     else:
-        print_text(f"{template}: {answer['reason']}")
-        print_table("Facts", ("what", "value"), [(k, v) for k, v in answer.items() if k not in {"reason", "template"}])
+        show_template(answer)
 
 
 @app.command
@@ -134,15 +133,32 @@ def replay(*, at: At = "latest", fleet: Fleet = None, store: StoreUrl = None, as
 
 @app.command(name="list")
 def list_recorded(*, fleet: Fleet = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
-    """List the recorded plans of a fleet, newest last."""
+    """List the recorded plans of a fleet, newest last: scenario, cost, and what they do not meet."""
     from artifacts.keys import time_text
-    from artifacts.plans import list_plans
+    from artifacts.plans import list_plans, read_plan
+    from coral_core.report.figures import usd
+    from coral_core.report.plan_report import unmet_text
 
-    times = [time_text(time) for time in list_plans(open_configured_store(store), fleet or load_settings().fleet)]
+    opened, fleet = open_configured_store(store), fleet or load_settings().fleet
+    found = [(time_text(time), read_plan(opened, fleet, time).plan) for time in list_plans(opened, fleet)]
     if as_json:
-        print_json(times)
-    else:
-        print_table("Plans", ("time",), [(time,) for time in times])
+        print_json(
+            [
+                {
+                    "time": time,
+                    **{name: plan[name] for name in ("scenario", "status", "cost_usd_per_h", "churn_usd_per_h")},
+                    "shortfall": [row for row in plan["shortfall"] if row["frac"] > 0],
+                }
+                for time, plan in found
+            ]
+        )
+        return
+    rows = [
+        (time, plan["scenario"], usd(plan["cost_usd_per_h"]), usd(plan["churn_usd_per_h"]), unmet_text(plan))
+        for time, plan in found
+    ]
+    columns = ("time", "scenario", "USD/h", "start-up USD/h", "demand not met")
+    print_table(f"Plans of fleet {fleet}", columns, rows)
 
 
 @app.command
@@ -196,26 +212,40 @@ def usable_library(
 
 
 def show_plan(plan: Mapping[str, Any], decision: Mapping[str, Any]) -> None:
-    """The plan, its cost beside the baselines, bound and gap, on the terminal."""
-    from coral_core.report.plan_report import PLAN_COLUMNS, cost_rows, plan_rows
+    """Cost and what is not met in the first line; then what to rent, its coverage, and the baselines."""
+    from coral_core.report.plan_report import headline, plan_tables
 
-    print_table(f"Plan for {plan['scenario']} (all figures predicted)", PLAN_COLUMNS, plan_rows(plan))
-    columns = ("policy", "USD/h with start-up", "ratio to coral", "demand not met")
-    print_table("Cost beside the baselines", columns, cost_rows(plan, decision))
-    proof = "proven" if plan["status"] == "optimal" else "NOT within the wished gap"
-    print_text(
-        f"{plan['cost_usd_per_h']:.2f} USD/h + {plan['churn_usd_per_h']:.2f} USD/h start-up; "
-        f"bound {plan['bound_usd_per_h']:.2f} USD/h, gap {plan['gap_frac']:.3%} ({proof}); method {plan['method']}"
-    )
+    print_text(f"Plan for {plan['scenario']} (all figures predicted): {headline(plan)}")
+    for note in plan.get("notes", ()):
+        print_text(f"note: {note}")
+    for table in plan_tables(plan, decision, separator="\n"):
+        print_text("")
+        print_table(table.title, table.columns, table.rows)
+    print_text(f"\nsolved by {plan['method']}; why it is so: coral plan explain")
 
 
-def show_explanation(explanation: Mapping[str, Any]) -> None:
-    """Tables of what binds and what one more would save."""
-    for title, rows in explanation.items():
-        if isinstance(rows, list):
-            if rows:
-                print_table(title.replace("_", " "), list(rows[0]), [tuple(row.values()) for row in rows])
-            else:
-                print_text(f"{title.replace('_', ' ')}: none")
-        else:
-            print_text(f"{title.replace('_', ' ')}: {rows}")
+def show_explanation(record: StoredPlan) -> None:
+    """What binds and what one more would save, what the next tokens cost, and how that compares with the plan."""
+    from coral_core.report.plan_explained import limits_table, marginal_table, relaxation_text
+
+    explanation = record.decision["explanation"]
+    columns, rows = limits_table(explanation)
+    if rows:
+        print_table("Limits that hold the plan back", columns, rows)
+    else:
+        print_text("No limit holds the plan back besides the demand itself.")
+    print_table("What more of each would cost", *marginal_table(explanation))
+    print_text(relaxation_text(explanation, record.plan))
+
+
+def show_template(answer: Mapping[str, Any]) -> None:
+    """Why one template is in the plan or not, as sentences, and the facts behind them."""
+    from coral_core.report.plan_explained import template_facts
+
+    state = "in the plan" if answer["chosen_count"] else "not in the plan"
+    print_text(f"{answer['template']} is {state}:")
+    for reason in answer["reasons"]:
+        print_text(f"- {reason}")
+    facts = template_facts(answer)
+    if facts:
+        print_table("Facts", ("what", "value"), facts)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coral_core.config.strict_json import first_error, parse_json, read_text
+from coral_core.config.strict_json import first_error, parse_json, place_of, read_text
 from coral_core.domain.placement import PlacementProblem, PlacementResult
 from coral_core.errors import InputError
 
@@ -28,18 +28,18 @@ class _Problem(BaseModel):
 
 
 def read_placement_file(path: Path) -> tuple[list[PlacementProblem], bool]:
-    """The problems of a file, and whether it holds a list (all or nothing) or one problem.
+    """The problems of a file (`-`: standard input), and whether it holds a list (all or nothing) or one problem.
 
     Raises InputError whose place is `file[item]: key path`, or `file:line:column` where it is not JSON.
     """
-    document = parse_json(read_text(path), where=str(path))
+    document = parse_json(read_text(path), where=place_of(path))
     was_list = isinstance(document, list)
     problems = []
     for index, item in enumerate(document if isinstance(document, list) else [document]):
         try:
             problems.append(_problem(item))
         except InputError as error:
-            place = f"{path}[{index}]" if was_list else str(path)
+            place = f"{place_of(path)}[{index}]" if was_list else place_of(path)
             raise InputError(error.what, where=f"{place}: {error.where}".rstrip(": "), fix=error.fix) from None
     return problems, was_list
 

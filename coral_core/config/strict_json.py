@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import json
 import reprlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from pydantic import ValidationError
 
 from coral_core.errors import InputError
 
+STDIN: Final = Path("-")
+
 
 def read_text(path: Path) -> str:
-    """The file's text. Raises InputError where it cannot be read or is not UTF-8."""
+    """The file's text; `-` is standard input. Raises InputError where it cannot be read or is not UTF-8."""
     try:
-        return path.read_text(encoding="utf-8")
+        return (sys.stdin.buffer.read() if path == STDIN else path.read_bytes()).decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 text (byte {error.start})", where=str(path)) from None
+        raise InputError(f"not UTF-8 text (byte {error.start})", where=place_of(path)) from None
     except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror or error}", where=str(path)) from None
+        raise InputError(f"cannot be read: {error.strerror or error}", where=place_of(path)) from None
+
+
+def place_of(path: Path) -> str:
+    """How errors name the file."""
+    return "standard input" if path == STDIN else str(path)
 
 
 def parse_json(text: str, *, where: str) -> object:

@@ -1,93 +1,161 @@
-"""A plan for people: its rows as a table, and the whole decision as Markdown. All figures are predicted."""
+"""A plan for people: its tables, and the whole decision as Markdown. All figures are predicted."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-PLAN_COLUMNS = ("region", "model", "phase", "template", "count", "nodes", "layers per stage", "each", "USD/h")
+from coral_core.report.figures import figure, stages_text, throughput_text, usd
+from coral_core.report.plan_explained import limits_table, marginal_table, relaxation_text
 
 
-def plan_rows(plan: Mapping[str, Any]) -> list[tuple[object, ...]]:
-    """One row per (template, region) of a plan document, in the order of `PLAN_COLUMNS`."""
-    return [
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTable:
+    """A table under its title; figures are numbers or written out already."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[object, ...]]
+
+
+def plan_tables(plan: Mapping[str, Any], decision: Mapping[str, Any], *, separator: str = " | ") -> list[PlanTable]:
+    """What to rent, what changes where something runs already, how the demand is covered, and the baselines.
+
+    `separator` stands between the stages of a template.
+    """
+    tables = [instances_table(plan, separator=separator), coverage_table(plan), baselines_table(plan, decision)]
+    return [table for table in (*tables[:1], changes_table(plan), *tables[1:]) if table.rows]
+
+
+def headline(plan: Mapping[str, Any]) -> str:
+    """Cost, what is not met, and how good the plan is proven to be: one line."""
+    unmet = unmet_text(plan)
+    met = "all demand met" if unmet == "none" else f"DEMAND NOT MET: {unmet}"
+    proof = "proven" if plan["status"] == "optimal" else "NOT within the wished gap"
+    return (
+        f"{usd(plan['cost_usd_per_h'])} USD/h + {usd(plan['churn_usd_per_h'])} USD/h start-up; {met}; "
+        f"bound {usd(plan['bound_usd_per_h'])} USD/h, gap {plan['gap_frac']:.3%} ({proof})"
+    )
+
+
+def instances_table(plan: Mapping[str, Any], *, separator: str = " | ") -> PlanTable:
+    """One row per template and region, the total last."""
+    items = plan["instances"]
+    in_tokens = all(item["throughput_requests_per_s"] is None for item in items)
+    rows: list[tuple[object, ...]] = [
         (
-            item["region"],
             item["model"],
             item["phase"],
-            item["template"],
+            item["region"],
             item["count"],
-            nodes_text(item["nodes"]),
-            stages_text(item["stages"]),
-            throughput_text(item),
-            item["cost_usd_per_h"],
+            stages_text(item["stages"], separator),
+            figure(item["throughput_tokens_per_s"]) if in_tokens else _throughput(item),
+            usd(item["price_usd_per_h"]),
+            usd(item["cost_usd_per_h"]),
+            item["template"],
         )
-        for item in plan["instances"]
+        for item in items
     ]
+    total = ("total", "", "", sum(item["count"] for item in items), "", "", "", usd(plan["cost_usd_per_h"]), "")
+    each = "tokens/s each" if in_tokens else "throughput each"
+    return PlanTable(
+        title="Instances",
+        columns=(
+            *("model", "phase", "region", "count", "layers on nodes"),
+            *(each, "USD/h each", "USD/h all", "template"),
+        ),
+        rows=[*rows, total],
+    )
 
 
-def nodes_text(nodes: Mapping[str, int]) -> str:
-    """`2 x 1xL4 + 4xL40S`."""
-    return " + ".join(name if count == 1 else f"{count} x {name}" for name, count in sorted(nodes.items()))
+def coverage_table(plan: Mapping[str, Any]) -> PlanTable:
+    """Demand beside the capacity that the plan rents; none in plans that were recorded before there was one."""
+    return PlanTable(
+        title="Demand and capacity",
+        columns=("model", "phase", "demand", "capacity", "unit", "used"),
+        rows=[
+            (
+                row["model"],
+                row["phase"],
+                row["demand"],
+                row["capacity"],
+                row["unit"],
+                None if row["utilization_frac"] is None else f"{row['utilization_frac']:.1%}",
+            )
+            for row in plan.get("coverage", ())
+        ],
+    )
 
 
-def stages_text(stages: Sequence[Mapping[str, Any]]) -> str:
-    """`26 on 1xL40S | 14 on 1xL4, 1xL4`: layers of each stage and the nodes that hold them."""
-    return " | ".join(f"{stage['layers']} on {', '.join(stage['nodes'])}" for stage in stages)
+def changes_table(plan: Mapping[str, Any]) -> PlanTable:
+    """What to start, stop and keep; none where nothing runs yet."""
+    changes = plan.get("changes", ())
+    runs = any(change["running"] for change in changes)
+    return PlanTable(
+        title="Changes to what runs",
+        columns=("change", "template", "region", "running", "planned"),
+        rows=[
+            (change_text(change["running"], change["planned"]), *(change[name] for name in _CHANGE))
+            for change in (changes if runs else ())
+        ],
+    )
 
 
-def throughput_text(item: Mapping[str, Any]) -> str:
-    """One instance's throughput in the unit of its phase."""
-    if item["throughput_requests_per_s"] is not None:
-        return f"{item['throughput_requests_per_s']:,.3g} requests/s"
-    return f"{item['throughput_tokens_per_s']:,.0f} tokens/s"
+_CHANGE = ("template", "region", "running", "planned")
 
 
-def cost_rows(plan: Mapping[str, Any], decision: Mapping[str, Any]) -> list[tuple[object, ...]]:
-    """The plan's cost beside the baselines: (name, USD/h, ratio to the plan, demand not met)."""
+def change_text(running: int, planned: int) -> str:
+    """`start 2`, `stop 1` or `keep`."""
+    if planned == running:
+        return "keep"
+    return f"start {planned - running}" if planned > running else f"stop {running - planned}"
+
+
+def baselines_table(plan: Mapping[str, Any], decision: Mapping[str, Any]) -> PlanTable:
+    """The plan's cost beside the baselines'."""
     own = plan["objective_usd_per_h"]
-    rows: list[tuple[object, ...]] = [("coral", own, 1.0 if own else None, shortfall_text(plan["shortfall"]))]
+    rows: list[tuple[object, ...]] = [("coral", usd(own), "1.000" if own else None, unmet_text(plan))]
     for name, result in decision["baselines"].items():
         cost = result["objective_usd_per_h"]
-        rows.append((name, cost, cost / own if own else None, shortfall_text(result["shortfall"])))
-    return rows
+        rows.append((name, usd(cost), f"{cost / own:.3f}" if own else None, unmet_text(result)))
+    return PlanTable(
+        title="Cost beside the baselines",
+        columns=("policy", "USD/h with start-up", "ratio to coral", "demand not met"),
+        rows=rows,
+    )
 
 
-def shortfall_text(shortfall: Sequence[Mapping[str, Any]]) -> str:
-    """`none`, or which model and phase lacks which part of its demand."""
-    missing = [f"{item['model']} {item['phase']} {item['frac']:.1%}" for item in shortfall if item["frac"] > 0]
+def unmet_text(answer: Mapping[str, Any]) -> str:
+    """`none`, or which model and phase lacks which part of its demand, or how many instances of its floor."""
+    missing = [
+        f"{item['model']} {item['phase']} {item['frac']:.1%}" for item in answer["shortfall"] if item["frac"] > 0
+    ]
+    missing += [
+        f"{item['model']} {item['phase']} {item['instances']} instances below its floor"
+        for item in answer.get("floor_deficit", ())
+    ]
     return ", ".join(missing) or "none"
 
 
 def plan_markdown(plan: Mapping[str, Any], decision: Mapping[str, Any]) -> str:
     """The report of a plan: what to rent, what it costs beside the baselines, why, and from which inputs."""
-    proof = (
-        f"proven within {plan['gap_frac']:.2%} of the optimum"
-        if plan["status"] == "optimal"
-        else f"**not proven optimal**: at most {plan['gap_frac']:.2%} above the optimum"
-    )
-    cost = (
-        f"**{plan['cost_usd_per_h']:.2f} USD/h** provisioning + {plan['churn_usd_per_h']:.2f} USD/h start-up; "
-        f"bound {plan['bound_usd_per_h']:.2f} USD/h, {proof}. Demand not met: {shortfall_text(plan['shortfall'])}."
-    )
     lines = [
         f"# Plan for fleet `{plan['fleet']}`, scenario `{plan['scenario']}`",
         "",
+        f"**{headline(plan)}**",
+        "",
         f"Made {plan['created_at']} by `{plan['method']}`. All throughputs and costs are **predicted**, none measured.",
-        "",
-        cost,
-        "",
-        "## Instances",
-        "",
-        *markdown_table(PLAN_COLUMNS, plan_rows(plan)),
-        "",
-        "## Cost beside the baselines",
-        "",
-        *markdown_table(("policy", "USD/h with start-up", "ratio", "demand not met"), cost_rows(plan, decision)),
-        "",
-        "## Why",
-        "",
-        *_why_lines(decision["explanation"]),
+        *_listed("Notes", plan.get("notes", ())),
+    ]
+    for table in plan_tables(plan, decision):
+        lines += ["", f"## {table.title}", "", *markdown_table(table.columns, table.rows)]
+    explanation = decision["explanation"]
+    lines += ["", "## Why", ""]
+    for columns, rows in (limits_table(explanation), marginal_table(explanation)):
+        lines += [*markdown_table(columns, rows), ""] if rows else ["No limit binds besides the demand itself.", ""]
+    lines += [
+        relaxation_text(explanation, plan),
         "",
         "## Inputs",
         "",
@@ -108,20 +176,13 @@ def plan_markdown(plan: Mapping[str, Any], decision: Mapping[str, Any]) -> str:
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """A Markdown table; pipes inside cells are escaped."""
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
+    lines += ["| " + " | ".join(figure(value).replace("|", "\\|") for value in row) + " |" for row in rows]
     return lines
 
 
-def _why_lines(explanation: Mapping[str, Any]) -> list[str]:
-    binding = explanation["binding"]
-    if not binding:
-        return ["No limit binds besides the demand itself."]
-    return [f"- {item['family']}: {item['what']}" for item in binding]
+def _listed(title: str, texts: Sequence[str]) -> list[str]:
+    return ["", f"## {title}", "", *(f"- {text}" for text in texts)] if texts else []
 
 
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return str(value).replace("|", "\\|")
+def _throughput(item: Mapping[str, Any]) -> str:
+    return throughput_text(item["throughput_tokens_per_s"], item["throughput_requests_per_s"])

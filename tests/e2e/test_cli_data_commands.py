@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 
 import pytest
 
@@ -104,3 +106,47 @@ def test_malformed_files_are_one_line_and_exit_code_2(solve, command, text):
     code, out, err = solve(command, text, "--json")
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("command", "document"), [("placement", PLACEMENT), ("allocation", ALLOCATION)])
+def test_a_dash_reads_standard_input(monkeypatch, capsys, command, document):
+    def answer(*arguments, data):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        code = run([command, "solve", *arguments])
+        return code, *capsys.readouterr()
+
+    code, out, _ = answer("-", "--json", data=json.dumps([document]).encode())
+    assert code == 0
+    assert [item["status"] for item in json.loads(out)] == ["optimal"]
+    code, out, err = answer("--json", "-", data=b"[{}]")
+    assert (code, out) == (2, "")
+    assert err.startswith("coral: standard input[0]: ")
+    code, out, err = answer("-", data=b"\xff")
+    assert (code, out) == (2, "")
+    assert "not UTF-8" in err
+
+
+@pytest.mark.parametrize("command", ["placement", "allocation"])
+def test_a_misspelt_option_is_not_taken_for_a_file(capsys, command):
+    assert run([command, "solve", "--jsn"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert '"--jsn"' in err
+    assert "unknown option" in err
+
+
+def test_an_unproven_placement_is_answered_with_exit_code_3(solve, monkeypatch):
+    from coral_core.placement.ilp import IlpPlacement
+
+    monkeypatch.setattr(
+        "coral_core.placement.methods.placement_method",
+        lambda name: IlpPlacement(preference="highs", time_limit_s=1e-6),
+    )
+    nodes = [f"n{i}" for i in range(4)]
+    rows = {name: [100.0 / (1 + (3 * i + j) % 7 * 0.01 + j) for j in range(12)] for i, name in enumerate(nodes)}
+    rows = {name: sorted(row, reverse=True) for name, row in rows.items()}
+    problem = {"layers": 12, "nodes": nodes, "capacity_tokens_per_s": {str(s): rows for s in range(1, 5)}}
+    code, out, err = solve("placement", problem, "--method", "ilp", "--json")
+    assert json.loads(out)["status"] == "unproven"
+    assert code == 3
+    assert "not proven" in err

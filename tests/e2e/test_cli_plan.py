@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from artifacts.library import open_library
+from artifacts.store import open_store
 from coral_core.cli.entry import run
 from coral_core.config.scenario import scenario_text
 
@@ -51,7 +53,10 @@ def test_a_plan_is_made_recorded_explained_and_replayed(coral, here, small):
     assert (here / plan["url"].removeprefix("file://")).exists() or plan["url"].startswith("file://")
 
     code, out, _ = coral("plan", "list", "--json")
-    assert len(json.loads(out)) == 1
+    [listed] = json.loads(out)
+    assert listed["scenario"] == "small"
+    assert listed["cost_usd_per_h"] == plan["cost_usd_per_h"]
+    assert listed["shortfall"] == []
 
     code, out, _ = coral("plan", "replay", "--json")
     assert code == 0
@@ -61,9 +66,35 @@ def test_a_plan_is_made_recorded_explained_and_replayed(coral, here, small):
     assert code == 0
     assert {"binding", "shadow_prices", "marginal_costs"} <= set(json.loads(out))
 
-    chosen = plan["instances"][0]["template"]
-    code, out, _ = coral("plan", "explain", "--template", chosen, "--json")
-    assert json.loads(out)["chosen_count"]
+
+def test_explain_says_why_a_template_is_in_the_plan_or_not(coral, here, small):
+    coral("library", "build", "--scenario", small, "--keep-all", "--json")
+    _, out, _ = coral("plan", "--scenario", small, "--json")
+    chosen = json.loads(out)["instances"][0]["template"]
+    ids = open_library(open_store(str(here / ".coral" / "store")), "small").read()["template_id"].to_pylist()
+
+    def explained(template):
+        code, out, err = coral("plan", "explain", "--template", template, "--json")
+        assert code == 0, err
+        answer = json.loads(out)
+        code, out, err = coral("plan", "explain", "--template", template)
+        assert code == 0, err
+        assert all(reason in out for reason in answer["reasons"])
+        return answer, out
+
+    answer, text = explained(chosen)
+    assert answer["chosen_count"]
+    assert f"{chosen} is in the plan" in text
+    answers = [explained(template) for template in ids[:: max(1, len(ids) // 8)] if template != chosen]
+    assert all("is not in the plan" in text for answer, text in answers if not answer["chosen_count"])
+    assert any("per million tokens" in text for _, text in answers)
+    dominated = [answer for answer, _ in answers if answer["dominated_by"]]
+    assert dominated
+    assert all(answer["dominated_by"] in ids and not answer["chosen_count"] for answer in dominated)
+
+    code, out, err = coral("plan", "explain", "--template", "d-0000000000000000")
+    assert (code, out) == (2, "")
+    assert "unknown template" in err
 
 
 def test_the_plan_covers_its_demand_with_its_own_figures(coral, small):
@@ -98,6 +129,13 @@ def test_the_same_plan_with_a_running_fleet_costs_no_start_up(coral, small):
     assert first["churn_usd_per_h"] > 0
     assert second["churn_usd_per_h"] == 0
     assert second["objective_usd_per_h"] <= first["objective_usd_per_h"]
+    _, out, _ = coral("plan", "show", "--at", "latest")
+    assert "Changes to what runs" in out
+    assert "keep" in out
+    # Asked for less, the fleet shrinks: what is given up is named.
+    small.write_text(small.read_text().replace("requests_per_s: 10", "requests_per_s: 0"))
+    _, out, _ = coral("plan", "--scenario", small, "--keep-running")
+    assert "stop 1" in out
 
 
 def test_a_library_of_other_inputs_is_built_anew_and_says_why(coral, small):
@@ -140,7 +178,13 @@ def test_scarce_supply_is_a_stated_shortfall(coral, small):
     code, out, _ = coral("plan", "--scenario", small, "--json")
     plan = json.loads(out)
     assert code == 0
-    assert any(row["frac"] > 0 for row in plan["shortfall"])
+    missing = [row for row in plan["shortfall"] if row["frac"] > 0]
+    assert missing
+    for command in ("show", "list"):
+        _, out, _ = coral("plan", command)
+        assert f"phi-4 {missing[0]['phase']} {missing[0]['frac']:.1%}" in out
+    _, out, _ = coral("plan", "show")
+    assert "DEMAND NOT MET" in out.splitlines()[0]
     code, _, err = coral("plan", "--scenario", small, "--require-full", "--json")
     assert code == 3
     assert "not fully met" in err
@@ -151,7 +195,12 @@ def test_tables_for_people_carry_the_same_figures(coral, small):
     plan = json.loads(out)
     code, out, _ = coral("plan", "show")
     assert code == 0
-    assert f"{plan['cost_usd_per_h']:.2f} USD/h" in out
+    assert f"{plan['cost_usd_per_h']:.2f} USD/h" in out.splitlines()[0]
+    assert "all demand met" in out.splitlines()[0]
+    for row in plan["coverage"]:
+        assert f"{row['utilization_frac']:.1%}" in out
+    assert all(f"note: {note}" in out for note in plan["notes"])
+    assert "[prefill, decode, aggregated]" in out
     assert plan["instances"][0]["template"] in out
     assert "predicted" in out
     for arguments in (("plan", "explain"), ("library", "list"), ("library", "show", "small"), ("plan", "list")):
