@@ -4,8 +4,9 @@ Each round lists the fleet, reconciles, and does the steps that are due. What a 
 be listed, offers that refused, since when an engine is silent) only spares it time: the truth is the cloud's.
 
 Safety between runs: every call that changes something first asks the guard, so does every round (a run that waits must
-keep its lease), and no call starts with less of the lease left than it may take. A run ends only when all that it started is listed or `settle_s` old; a crashed run's lease
-must outlive `settle_s`, so that its successor sees all of the fleet.
+keep its lease), and no call starts with less of the lease left than it may take. A run returns only when what it started
+is listed and what it stopped is no longer listed as alive, or both are `settle_s` old. A run that ends by an exception
+has not waited for that: its lease must be left to run out, and must outlive `settle_s`, so that its successor sees all.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def apply_plan(
     `regions`: every region in which the fleet may have nodes; those of the plan are added. An empty plan is a teardown.
     Nothing is touched that is not proven ours, and nothing is started before every region has been listed.
     Raises ProvisionError for a fleet of another account, a plan beyond the limits and what no repetition mends;
-    CloudBusyError where a region cannot be listed until the deadline; InputError and DataGapError for a bad plan.
+    CloudBusyError where a region cannot be listed until the deadline; InputError and DataGapError for a bad plan. The
+    caller gives its lease back after a report, not after an error (see above).
     """
     check_plan(plan, limits)
     run = _Run(plan, sorted({*regions, *(wanted.region for wanted in plan.wanted)}), limits, policy, ports)
@@ -82,6 +84,7 @@ class _Run:
         self.groups: list[tuple[str, str]] = []
         self.started: dict[str, tuple[Node, float]] = {}  # by node id, not listed yet
         self.stopped_s: dict[str, float] = {}
+        self.listed_alive: set[str] = set()
         self.unknown_s: dict[tuple[str, int], float] = {}  # orders without an answer
         self.ready: set[str] = set()
         self.unready_since_s: dict[str, float] = {}
@@ -139,6 +142,8 @@ class _Run:
             for name, (node, since_s) in self.started.items()
             if name not in listed and (now_s - since_s < self.policy.settle_s or node.state is NodeState.GONE)
         }
+        over = {NodeState.ENDING, NodeState.GONE}
+        self.listed_alive = {name for name, node in listed.items() if node.state not in over}
         self.stopped_s = {n: since_s for n, since_s in self.stopped_s.items() if now_s - since_s < self.policy.settle_s}
         merged = {**{name: node for name, (node, _) in self.started.items()}, **listed}
         self.nodes = {name: self._ending(node) if name in self.stopped_s else node for name, node in merged.items()}
@@ -186,10 +191,14 @@ class _Run:
         return result
 
     def unsettled(self) -> bool:
-        """Whether something may exist that no listing shows yet."""
+        """Whether the listing may still hide what this run has started, or show as alive what it has stopped.
+
+        The next run knows only the listing: what it does not show would be missing in that run's sums.
+        """
         now_s = self.ports.clock.monotonic_s()
-        young = [since_s for node, since_s in self.started.values() if node.node_id not in self.stopped_s and node.live]
-        return any(now_s - since_s < self.policy.settle_s for since_s in (*young, *self.unknown_s.values()))
+        young = [since_s for node, since_s in self.started.values() if node.state is not NodeState.GONE]
+        hidden = any(now_s - since_s < self.policy.settle_s for since_s in (*young, *self.unknown_s.values()))
+        return hidden or bool(self.stopped_s.keys() & self.listed_alive)
 
     def do(self, step: Step) -> None:
         match step.action:

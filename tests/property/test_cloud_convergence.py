@@ -259,9 +259,9 @@ class FleetMachine(RuleBasedStateMachine):
         try:
             report = self.world.apply(self.goal, LIMITS, POLICY, guard=guard, provisioner=Checked(self))
         except CoralError:
-            report = None
+            return None  # the lease stays until its time is over
         self.lease.give_back(run)
-        if report is not None and self.harmed_at_s < begun_s - LONGEST_LAG_S:
+        if self.harmed_at_s < begun_s - LONGEST_LAG_S:
             self.tells_the_truth(goal, report)
         return report
 

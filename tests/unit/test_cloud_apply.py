@@ -495,3 +495,15 @@ def test_no_two_starts_of_one_round_ask_for_what_was_just_refused(world):
     assert report.status is ApplyStatus.CONVERGED
     assert len(report.failures) == 1
     assert world.cloud.calls.count("start") == 6
+
+
+def test_what_was_rolled_back_is_in_the_sums_of_the_next_run_even_when_listings_lag(world):
+    world.cloud.lag_s = 55.0
+    scarce = limits(max_by_offer={("east", "a", Market.ON_DEMAND): 3})
+    held = []
+    world.cloud.watch = lambda cloud: held.append(sum(m.order.tags.config == "a" for m in cloud.held()))
+    world.apply(plan(wanted(ONE, 2)), scarce)
+    world.cloud.quota["east", "b", Market.ON_DEMAND] = 0
+    for _ in range(3):
+        assert world.apply(plan(wanted(TWO, 1), plan_id="plan-2"), scarce).status is ApplyStatus.UNMET
+    assert max(held) == 3
