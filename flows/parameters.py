@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -32,12 +33,18 @@ def artifact_key(*parts: str) -> str:
 class _Parameters(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    scenario: ScenarioName = "tiny"
+
+    @property
+    def scenario_name(self) -> str:
+        """The scenario without the folders and the ending of its file, for names of runs."""
+        return PurePath(self.scenario).name.removesuffix(".yaml").removesuffix(".yml")
+
 
 class BuildLibraryParameters(_Parameters):
     """What to build, and where it runs."""
 
-    scenario: ScenarioName = "tiny"
-    method: Literal["scenario", "lattice", "ilp"] = Field(
+    method: Literal["scenario", "lattice-free", "lattice", "ilp"] = Field(
         default="scenario",
         description="How placements are solved: as the scenario says, exactly without a solver, or by integer programs.",
     )
@@ -77,7 +84,6 @@ class BuildLibraryParameters(_Parameters):
 class ReallocateParameters(_Parameters):
     """What to plan, from which library."""
 
-    scenario: ScenarioName = "tiny"
     mode: Literal["plan"] = Field(default="plan", description="`plan` records the cheapest plan and changes nothing.")
     store: StoreUrl = ""
     library_version: int | None = Field(

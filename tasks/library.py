@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 from artifacts.index import index_libraries
 from artifacts.library import Manifest, commit, draft_manifest
@@ -18,16 +18,17 @@ from coral_core import __version__
 from coral_core.clock import Clock, SystemClock
 from coral_core.config.layer_times import load_layer_times
 from coral_core.config.resolve import ResolvedScenario
-from coral_core.config.scenario import LayerTimesSpec
+from coral_core.config.scenario import LayerTimesSpec, LibraryMethod
 from coral_core.domain.capacity import CapacityTable
 from coral_core.domain.hardware import NodeConfig
 from coral_core.domain.models import ModelShape
 from coral_core.domain.workload import Lengths, Phase, Slo
 from coral_core.errors import InputError, StoreError
 from coral_core.perf import CapacityAssumptions, capacity_table
+from coral_core.perf.budgets import budget_table
 from coral_core.perf.layer_times import LayerTimes, capacity_table_from_times
 from tasks.executor import Executor, Outcome
-from tasks.solve_shard import Method, ShardSpec, add_statistics, combinations, solve_shard
+from tasks.solve_shard import ShardSpec, add_statistics, combinations, solve_shard
 
 ILP_COMBINATIONS_PER_SHARD: Final = 25
 """Integer programs take seconds each: small shards keep all workers busy and a resumed build near where it was."""
@@ -70,7 +71,7 @@ class BuildSpec:
     models: tuple[ModelBuild, ...]
     n_max: int = 6
     rho: float = 12.0
-    method: Method = "lattice"
+    method: LibraryMethod = "lattice-free"
     ilp_time_limit_s: float = 60.0
     combinations_per_ilp_shard: int = ILP_COMBINATIONS_PER_SHARD
     lattice_parts: int = 1
@@ -80,9 +81,9 @@ class BuildSpec:
 
     def __post_init__(self) -> None:
         """Raise InputError for settings that cannot build anything."""
-        if self.method not in get_args(Method):
+        if self.method not in get_args(LibraryMethod):
             raise InputError(
-                f"there is no method {self.method!r}", where="method", fix=f"use {' or '.join(get_args(Method))}"
+                f"there is no method {self.method!r}", where="method", fix=f"use {' or '.join(get_args(LibraryMethod))}"
             )
         for name in ("n_max", "combinations_per_ilp_shard", "lattice_parts"):
             if getattr(self, name) < 1:
@@ -100,7 +101,7 @@ class BuildSpec:
 
 
 def build_spec_from_scenario(
-    resolved: ResolvedScenario, *, method: Method | None = None, keep_all: bool = False
+    resolved: ResolvedScenario, *, method: LibraryMethod | None = None, keep_all: bool = False
 ) -> BuildSpec:
     """The build that a scenario asks for; `method` replaces its own, `keep_all` adds to it."""
     scenario = resolved.scenario
@@ -301,23 +302,30 @@ def _hash_by_name(tables: Iterable[CapacityTable]) -> dict[str, str]:
 def capacity_tables(spec: BuildSpec) -> list[CapacityTable]:
     """One table per model and phase. Raises DataGapError where a capacity cannot be known."""
     measured = spec.measured
+    if measured is not None and spec.method == "lattice-free":
+        raise InputError(
+            "measured layer times are known at equal stage budgets only",
+            where="library.method",
+            fix="set it to lattice",
+        )
     table = capacity_table
     if measured is not None:
         table = partial(capacity_table_from_times, times=measured.times, nodes=measured.nodes)
-    return [
-        table(
-            shape=model.shape,
-            variant=model.variant,
-            phase=phase,
-            slo=model.slo,
-            lengths=model.lengths,
-            configs=spec.configs,
-            max_stages=spec.n_max,
-            assumptions=spec.assumptions,
-        )
-        for model in spec.models
-        for phase in model.phases
-    ]
+    tables = []
+    for model in spec.models:
+        for phase in model.phases:
+            question: dict[str, Any] = {
+                "shape": model.shape,
+                "variant": model.variant,
+                "phase": phase,
+                "slo": model.slo,
+                "lengths": model.lengths,
+                "configs": spec.configs,
+                "assumptions": spec.assumptions,
+            }
+            budgets = budget_table(**question) if spec.method == "lattice-free" else None
+            tables.append(replace(table(max_stages=spec.n_max, **question), budgets=budgets))
+    return tables
 
 
 def plan_shards(spec: BuildSpec) -> list[ShardSpec]:

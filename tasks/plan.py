@@ -123,6 +123,9 @@ def stale_inputs(resolved: ResolvedScenario, snapshot: LibrarySnapshot) -> list[
         for name in ("n_max", "rho")
         if manifest.parameters.get(name) != getattr(spec, name)
     ]
+    built_by = manifest.parameters.get("method")
+    if built_by != spec.method and "lattice-free" in (built_by, spec.method):  # the others have the same optimum
+        stale.append(f"method is {built_by!r}, not {spec.method!r}")
     for name, digest in capacity_inputs(spec).items():
         if name not in manifest.inputs:
             stale.append(f"{name} is missing")

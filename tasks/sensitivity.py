@@ -9,14 +9,14 @@ from typing import Final
 import numpy as np
 
 from coral_core.config.resolve import ResolvedScenario, on_demand_prices
+from coral_core.config.scenario import LibraryMethod
 from coral_core.domain.placement import PlacedCombinations
 from coral_core.domain.templates import combination_text
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError, unknown_name
-from coral_core.perf import capacity_table
 from coral_core.report.line_chart import Panel, Series, line_chart
-from tasks.library import build_spec_from_scenario
-from tasks.solve_shard import Method, ShardSpec, shard_templates
+from tasks.library import build_spec_from_scenario, capacity_tables
+from tasks.solve_shard import ShardSpec, shard_templates
 
 PUBLISHED: Final = (6, 12.0)
 """(N_max, rho) beyond which the publication saw no more goodput per USD."""
@@ -58,7 +58,7 @@ def sensitivity(
     n_max: Sequence[int],
     rho: Sequence[float],
     phase: Phase = Phase.PREFILL,
-    method: Method | None = None,
+    method: LibraryMethod | None = None,
     sold_out: Sequence[str] = (),
 ) -> Iterator[SensitivityPoint]:
     """One point per model, N_max and rho, in this order, each solved on its own so that its time is its own.
@@ -79,17 +79,8 @@ def sensitivity(
     spec = build_spec_from_scenario(resolved, method=method)
     prices = np.nan_to_num(on_demand_prices(resolved), nan=np.inf)
     for name in models:
-        model = served[name]
-        table = capacity_table(
-            shape=model.shape,
-            variant=model.variant,
-            phase=phase,
-            slo=model.demand.slo,
-            lengths=model.demand.lengths,
-            configs=spec.configs,
-            max_stages=max(n_max),
-            assumptions=spec.assumptions,
-        )
+        builds = tuple(replace(build, phases=(phase,)) for build in spec.models if build.shape.name == name)
+        table = capacity_tables(replace(spec, n_max=max(n_max), models=builds))[0]
         shard = ShardSpec(
             library=spec.library,
             table=table,

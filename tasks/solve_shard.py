@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,22 +14,26 @@ from artifacts.canonical import canonical_json, sha256_hex
 from artifacts.shards import ShardKey, ShardRecord, ShardWriter, find_shard
 from artifacts.store import open_store
 from artifacts.templates import template_table
+from coral_core.config.scenario import LibraryMethod
 from coral_core.domain.capacity import CapacityTable
 from coral_core.domain.placement import PlacedCombinations
 from coral_core.placement import enumerate_combinations, placement_method, verify_placed
 from coral_core.placement.combinations import split_rows
 from coral_core.placement.dominance import DominancePass, rows_with_placement
+from coral_core.placement.free_layouts import stage_layouts
+from coral_core.placement.free_verify import verify_free_placed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Method = Literal["lattice", "ilp"]
-
-SOLVE_VERSION: Final = 2
+SOLVE_VERSION: Final = 3
 """Goes up with every change of enumeration, placement or pruning that changes results; older shards are not reused."""
 
-BLOCK_ROWS: Final = 2**18
-"""Combinations placed at a time: more share more work, and need more memory (about 2 GiB for these at 8 nodes)."""
+BLOCK_ROWS: Final = 2**20
+"""Combinations placed at a time: all of up to 6 nodes of 20 configurations; what they contain is solved once per block."""
+
+PIECE_ROWS: Final = 2**17
+"""Templates made into rows of text at a time; bounds memory only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,7 @@ class ShardSpec:
     table: CapacityTable
     n_max: int
     rho: float
-    method: Method
+    method: LibraryMethod
     ilp_time_limit_s: float
     part: int = 0
     parts: int = 1
@@ -137,7 +141,8 @@ def solve_shard(spec: ShardSpec, store_url: str) -> ShardRecord:
     statistics: dict[str, float] = {}
     writer = ShardWriter(spec.key)
     for placed in shard_templates(spec, statistics):
-        writer.add(template_table(spec.table, placed))
+        for first in range(0, len(placed), PIECE_ROWS):
+            writer.add(template_table(spec.table, _rows_of(placed, slice(first, first + PIECE_ROWS))))
     statistics |= {"shard_s": perf_counter() - start_s, "shard_core_s": process_time() - start_core_s}
     return writer.store(store, spec.library, statistics=statistics)
 
@@ -162,7 +167,10 @@ def shard_templates(spec: ShardSpec, statistics: dict[str, float]) -> Iterator[P
         started_s = process_time()
         placed = method.place(spec.table, block)
         tally["solve_core_s"] += process_time() - started_s
-        verify_placed(spec.table, placed)
+        if placed.stage_budget_frac is None:
+            verify_placed(spec.table, placed)
+        else:
+            verify_free_placed(spec.table, placed)
         rows = rows_with_placement(block, placed.counts)
         stays = all_nodes_used(spec.table, placed)
         tally["with_idle_nodes"] += int((~stays & in_part[rows]).sum())
@@ -194,15 +202,12 @@ def all_nodes_used(table: CapacityTable, placed: PlacedCombinations) -> NDArray[
     A node whose capacity is 0 at its stage's layers cannot even load them, so such a placement could not be started.
     Nothing is lost: without that node the combination has the same throughput for less.
     """
-    row, stage, config = np.nonzero(placed.stage_counts)
-    layers = placed.stage_layers[row, stage]
-    idle = table.throughput[placed.n_stages[row] - 1, config, layers - 1] <= 0
-    used = np.ones(len(placed), dtype=np.bool_)
-    used[row[idle]] = False
-    return used
+    codes, _ = stage_layouts(table, placed)
+    idle = (placed.stage_counts > 0) & (codes < 0)
+    return np.asarray(~idle.any(axis=(1, 2)), dtype=np.bool_)
 
 
-def _rows_of(placed: PlacedCombinations, keep: NDArray[np.bool_]) -> PlacedCombinations:
+def _rows_of(placed: PlacedCombinations, keep: NDArray[np.bool_] | slice) -> PlacedCombinations:
     values = ((field.name, getattr(placed, field.name)) for field in fields(placed))
     kept: dict[str, Any] = {name: value[keep] for name, value in values if isinstance(value, np.ndarray)}
     return replace(placed, **kept)

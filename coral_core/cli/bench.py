@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 from coral_core.cli.options import AsJson, ScenarioName
 from coral_core.cli.output import print_json, print_note, print_table, print_text
 from coral_core.cli.work import library_progress, resolved_scenario
+from coral_core.config.scenario import LibraryMethod
 from coral_core.errors import SolverError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def library(
     scenario: ScenarioName = "tiny",
     n_max: Annotated[int | None, Parameter(help="Most nodes in a combination; default: the scenario's.")] = None,
     rho: Annotated[float | None, Parameter(help="Memory below rho x model size; default: the scenario's.")] = None,
-    method: Annotated[Literal["lattice", "ilp"] | None, Parameter(help="Default: the scenario's.")] = None,
+    method: Annotated[LibraryMethod | None, Parameter(help="Default: the scenario's.")] = None,
     keep_all: Annotated[bool, Parameter(negative="", help="Keep dominated templates too.")] = False,
     workers: Annotated[int | None, Parameter(help="Processes; default: all CPUs of this machine.")] = None,
     sample: Annotated[int, Parameter(help="Combinations that the integer program solves too, in all.")] = 24,

@@ -11,6 +11,9 @@ from cyclopts import App, Parameter
 from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
 from coral_core.cli.work import choose_executor, library_progress, open_configured_store, resolved_scenario
+from coral_core.config.scenario import LibraryMethod
+from coral_core.errors import unknown_name
+from coral_core.report.figures import stages_text, throughput_text
 
 app = App(name="library", help="Build, list, show and compare template libraries.")
 
@@ -24,7 +27,7 @@ ExecutorName = Annotated[
 def build(
     *,
     scenario: ScenarioName = "tiny",
-    method: Annotated[Literal["lattice", "ilp"] | None, Parameter(help="Default: the scenario's.")] = None,
+    method: Annotated[LibraryMethod | None, Parameter(help="Default: the scenario's.")] = None,
     executor: ExecutorName = "auto",
     workers: Annotated[int | None, Parameter(help="Processes or CPUs; default: all of this machine's.")] = None,
     allow_partial: Annotated[
@@ -98,6 +101,7 @@ def show(
     *,
     version: Annotated[int | None, Parameter(help="Default: the newest.")] = None,
     top: Annotated[int, Parameter(help="Templates shown per model and phase, most throughput per node first.")] = 3,
+    model: Annotated[str | None, Parameter(help="Only this model's templates.")] = None,
     store: StoreUrl = None,
     as_json: AsJson = False,
 ) -> None:
@@ -116,30 +120,28 @@ def show(
         f"rho {manifest.parameters.get('rho')}, method {manifest.parameters.get('method')}"
     )
     rows = []
-    for item in _best_templates(snapshot, top):
-        unit = "requests/s" if item["phase"] == "aggregated" else "tokens/s"
+    for item in _best_templates(snapshot, top, model):
         stages = zip(item["stage_layers"], item["stage_nodes"], strict=True)
         rows.append(
             (
                 item["model"],
                 item["variant"],
                 item["phase"],
-                item["template_id"],
-                item["n_nodes"],
-                " | ".join(f"{layers} on {', '.join(nodes)}" for layers, nodes in stages),
-                f"{item['throughput']:,.4g} {unit}",
+                stages_text([{"layers": layers, "nodes": nodes} for layers, nodes in stages], "\n"),
+                throughput_text(item["throughput_tokens_per_s"], item["throughput_requests_per_s"]),
                 item["source"],
+                item["template_id"],
             )
         )
-    columns = ("model", "variant", "phase", "template", "nodes", "layers per stage", "throughput", "source")
+    columns = ("model", "variant", "phase", "layers on nodes", "throughput", "source", "template")
     print_table("Best templates by throughput per node (predicted)", columns, rows)
 
 
 @app.command
 def diff(
     name: str,
-    old: int,
-    new: Annotated[int | None, Parameter(help="Default: the newest.")] = None,
+    old: Annotated[int, Parameter(help="Version to compare from.")],
+    new: Annotated[int | None, Parameter(help="Version to compare with; default: the newest.")] = None,
     *,
     store: StoreUrl = None,
     as_json: AsJson = False,
@@ -149,21 +151,29 @@ def diff(
     from artifacts.library import open_library
 
     opened = open_configured_store(store)
-    difference = diff_libraries(open_library(opened, name, old), open_library(opened, name, new))
+    before, after = open_library(opened, name, old), open_library(opened, name, new)
+    difference = diff_libraries(before, after)
     summary = [dataclasses.asdict(row) for row in difference.summary()]
     if as_json:
         print_json(summary)
         return
     columns = [field.name.replace("_", " ") for field in dataclasses.fields(DiffRow)]
-    print_table(f"Library {name}: version {old} -> {new or 'newest'}", columns, [tuple(i.values()) for i in summary])
+    print_table(
+        f"Library {name}: version {old} -> {after.manifest.version}", columns, [tuple(i.values()) for i in summary]
+    )
 
 
-def _best_templates(snapshot: Any, top: int) -> list[dict[str, Any]]:  # noqa: ANN401 - a lazily imported type
+def _best_templates(snapshot: Any, top: int, model: str | None) -> list[dict[str, Any]]:  # noqa: ANN401 - a lazily imported type
     import pyarrow.compute as pc
 
     from artifacts.templates import phase_throughput
 
     rows = snapshot.read()
+    if model is not None:
+        known = rows["model"].unique().to_pylist()
+        if model not in known:
+            raise unknown_name(f"model in library {snapshot.manifest.library}", model, known, where="--model")
+        rows = rows.filter(pc.equal(rows["model"], model))
     rows = rows.append_column("throughput", phase_throughput(rows))
     best: list[dict[str, Any]] = []
     groups = (

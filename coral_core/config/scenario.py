@@ -84,13 +84,17 @@ class ModelSpec(_Strict):
         return self
 
 
+LibraryMethod = Literal["lattice-free", "lattice", "ilp"]
+"""Free shares of the SLO per stage; the published equal shares, exactly; the same by integer programs."""
+
+
 class LibrarySpec(_Strict):
     """How the template library is enumerated and solved (DESIGN 3.5)."""
 
     name: Name | None = Field(default=None, description="default: the scenario's name")
     n_max: int = Field(default=6, ge=1, le=8, description="most nodes in a combination")
     rho: Positive = Field(default=12.0, le=1000, description="total GPU memory below rho x model size")
-    method: Literal["lattice", "ilp"] = "lattice"
+    method: LibraryMethod = Field(default="lattice-free", description="how placements are solved")
     ilp_time_limit_s: Positive = Field(default=60.0, le=86_400)
     keep_all: bool = Field(default=False, description="store dominated templates too; plans are the same without them")
 

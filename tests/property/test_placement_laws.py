@@ -30,7 +30,7 @@ def table_of(throughput) -> CapacityTable:
         configs=tuple(f"c{c}" for c in range(n_configs)),
         layers=layers,
         throughput=throughput,
-        layout=np.zeros(throughput.shape, dtype=np.int16),
+        layout=np.where(throughput > 0, 0, -1).astype(np.int16),
         layouts=("tp1 pp1 dp1",),
         sources=(CapacitySource.ESTIMATED,) * n_configs,
         error_frac=(None,) * n_configs,

@@ -141,7 +141,9 @@ def test_the_command_prints_a_table_json_and_a_chart(tmp_path, capsys):
     assert [(p["model"], p["n_max"], p["rho"]) for p in points] == [("phi-4", 1, 12.0), ("phi-4", 2, 12.0)]
     ET.fromstring(chart.read_text(encoding="utf-8"))
     assert run([*arguments, "--rho", "12"]) == 0
-    assert "tokens/s per USD/h" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "2xL40S" in shown
+    assert "predicted" in shown
 
 
 @pytest.mark.parametrize(

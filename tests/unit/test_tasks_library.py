@@ -20,6 +20,7 @@ from coral_core.config.scenario import load_scenario
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError, NoSolutionError, StoreError
 from tasks import library
+from tasks import solve_shard as solving
 from tasks.executor import Failure, InlineExecutor, Outcome
 from tasks.library import (
     Build,
@@ -142,6 +143,15 @@ def test_parts_keep_together_exactly_what_one_part_keeps(store, parts, keep_all)
     assert (split.statistics["placed_besides"] > 0) is not keep_all
 
 
+def test_rows_written_in_small_pieces_are_the_same_rows(store, monkeypatch):
+    build_library(small_spec(), store, InlineExecutor())
+    expected = open_library(store, "lib").read()
+    monkeypatch.setattr(solving, "PIECE_ROWS", 3)
+    elsewhere = open_store(f"memory://library-{next(NAMES)}")
+    build_library(small_spec(), elsewhere, InlineExecutor())
+    assert open_library(elsewhere, "lib").read().equals(expected)
+
+
 def test_integer_programs_keep_all_whatever_the_parts():
     assert not any(shard.prunes for shard in plan_shards(small_spec(method="ilp")))
     shards = plan_shards(small_spec(method="ilp", combinations_per_ilp_shard=7))
@@ -159,7 +169,7 @@ def test_a_shard_without_any_combination_is_stored_empty(store):
 
 
 def test_integer_programs_find_the_same_throughputs(store):
-    build_library(small_spec(keep_all=True), store, InlineExecutor())
+    build_library(small_spec(method="lattice", keep_all=True), store, InlineExecutor())
     lattice = best_by_combination(open_library(store, "lib"))
     manifest = build_library(small_spec(method="ilp", combinations_per_ilp_shard=7), store, InlineExecutor())
     ilp = best_by_combination(open_library(store, "lib"))
@@ -276,7 +286,7 @@ def test_a_scenario_becomes_a_build():
     spec = build_spec_from_scenario(resolved)
     scenario = resolved.scenario
     assert spec.library == "tiny"
-    assert (spec.n_max, spec.rho, spec.method) == (scenario.library.n_max, scenario.library.rho, "lattice")
+    assert (spec.n_max, spec.rho, spec.method) == (scenario.library.n_max, scenario.library.rho, "lattice-free")
     assert [config.name for config in spec.configs] == list(scenario.configs)
     assert {model.shape.name for model in spec.models} == {model.model for model in scenario.models}
     assert all(model.phases == (Phase.PREFILL, Phase.DECODE) for model in spec.models)
