@@ -25,6 +25,7 @@ def solve(
     """Find the cheapest allocation of one problem or a list (format: docs/formats.md)."""
     from coral_core.allocation.ilp import solve_allocation
     from coral_core.config.allocation_file import allocation_result_to_json, read_allocation_file
+    from coral_core.report.figures import usd
 
     problems, was_list = read_allocation_file(file)
     results = [solve_allocation(problem) for problem in problems]
@@ -34,8 +35,8 @@ def solve(
     else:
         for index, result in enumerate(results):
             print_table(
-                f"Allocation {index}: {result.status.value}, {result.objective_usd_per_h:.6g} USD/h "
-                f"(bound {result.bound_usd_per_h:.6g}, gap {result.gap_frac:.2g})",
+                f"Allocation {index}: {result.status.value}, {usd(result.objective_usd_per_h)} USD/h with start-up "
+                f"(bound {usd(result.bound_usd_per_h)}, gap {result.gap_frac:.3%})",
                 ("template", "region", "count"),
                 [(item.template, item.region, item.count) for item in result.instances],
             )

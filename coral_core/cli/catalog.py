@@ -28,8 +28,9 @@ def list_catalogs(*, as_json: AsJson = False) -> None:
             ]
         )
         return
-    rows = [(c.name, len(c.configs), len(c.regions), c.note) for c in catalogs]
-    print_table("Catalogues", ("name", "configurations", "regions", "note"), rows)
+    rows = [(c.name, len(c.configs), len(c.regions)) for c in catalogs]
+    notes = "\n".join(f"{c.name}: {c.note}" for c in catalogs)
+    print_table("Catalogues", ("name", "configurations", "regions"), rows, note=notes)
 
 
 @app.command
@@ -99,11 +100,11 @@ def gpus(*, as_json: AsJson = False) -> None:
             ", ".join(f"{dtype} {flops / TERA:g}" for dtype, flops in gpu.compute_flops_per_s.items()),
             f"{gpu.link_kind.value} {gpu.link_bytes_per_s / 1e9:g} GB/s",
             gpu.as_of.isoformat(),
-            gpu.source,
         )
         for gpu in found
     ]
-    print_table("GPUs", ("GPU", "memory GiB", "GB/s", "dense TFLOP/s", "link", "as of", "source"), rows)
+    sources = "\n".join(f"{gpu.name}: {gpu.source}" for gpu in found)
+    print_table("GPUs", ("GPU", "memory GiB", "GB/s", "dense TFLOP/s", "link", "as of"), rows, note=sources)
 
 
 def _price_cells(catalog: Catalog, config: NodeConfig, regions: tuple[str, ...]) -> tuple[object, ...]:

@@ -16,6 +16,10 @@ from coral_core.cli.output import print_json, print_table
 from coral_core.errors import CoralError
 
 STALE_PRICE_DAYS = 180
+REFRESH = (
+    "Stale prices: bring the dated tables in coral_core/catalog/data up to date (CONTRIBUTING.md, 'A node configuration "
+    "or price'), or name today's in a scenario of your own (own_configs, docs/scenarios.md)."
+)
 EXTRAS = {
     "flows": ("prefect", "ray"),
     "aws": ("boto3",),
@@ -50,6 +54,7 @@ def doctor(*, store: StoreUrl = None, as_json: AsJson = False) -> int:
             "Coral doctor",
             ("group", "what", "state", "detail"),
             [(f.group, f.what, f.state, f.detail) for f in findings],
+            note=REFRESH if any(finding.state == "stale" for finding in findings) else "",
         )
     return int(any(finding.state == "failed" for finding in findings))
 
@@ -97,9 +102,10 @@ def _store(url: str | None) -> Iterator[Finding]:
 
     settings = load_settings()
     opened = open_store(url or settings.store_url)
+    origin = "--store" if url else "CORAL_STORE" if settings.store else "default, in the working folder"
     opened.check()
     names = list_libraries(opened)
-    yield Finding(group="store", what=opened.url, state="ok", detail=f"{len(names)} libraries")
+    yield Finding(group="store", what=opened.url, state="ok", detail=f"{len(names)} libraries; from {origin}")
     now = datetime.now(UTC)
     for name in names:
         manifest = open_library(opened, name).manifest

@@ -113,12 +113,6 @@ def show(
     if as_json:
         print_json(manifest.model_dump(mode="json"))
         return
-    print_text(
-        f"library {name} version {manifest.version}, created {manifest.created_at:%Y-%m-%d %H:%M} UTC by coral "
-        f"{manifest.code_version}: {manifest.rows:,} templates, {manifest.shards_present} shards, "
-        f"{manifest.shards_failed} failed; N_max {manifest.parameters.get('n_max')}, "
-        f"rho {manifest.parameters.get('rho')}, method {manifest.parameters.get('method')}"
-    )
     rows = []
     for item in _best_templates(snapshot, top, model):
         stages = zip(item["stage_layers"], item["stage_nodes"], strict=True)
@@ -133,6 +127,12 @@ def show(
                 item["template_id"],
             )
         )
+    print_text(
+        f"library {name} version {manifest.version}, created {manifest.created_at:%Y-%m-%d %H:%M} UTC by coral "
+        f"{manifest.code_version}: {manifest.rows:,} templates, {manifest.shards_present} shards, "
+        f"{manifest.shards_failed} failed; N_max {manifest.parameters.get('n_max')}, "
+        f"rho {manifest.parameters.get('rho')}, method {manifest.parameters.get('method')}"
+    )
     columns = ("model", "variant", "phase", "layers on nodes", "throughput", "source", "template")
     print_table("Best templates by throughput per node (predicted)", columns, rows)
 

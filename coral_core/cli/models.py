@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ from cyclopts import App, Parameter
 from coral_core.cli.options import AsJson
 from coral_core.cli.output import print_json, print_table, print_text
 from coral_core.domain.models import ModelShape
+from coral_core.errors import InputError, unknown_name
 
 app = App(name="models", help="Models that can be planned; add one from a Hugging Face config.json.")
 
@@ -44,16 +46,40 @@ def list_models(*, as_json: AsJson = False) -> None:
 
 
 @app.command
+def show(name: str, *, as_json: AsJson = False) -> None:
+    """Show a model: dimensions, parameters beside the published count, variants, source and date."""
+    from coral_core.catalog import load_models
+    from coral_core.config.settings import load_settings
+
+    shapes = load_models(load_settings().models)
+    if name not in shapes:
+        raise unknown_name("model", name, shapes, where="NAME")
+    facts = {**_model_json(shapes[name]), "attention": _attention_text(shapes[name])}
+    if as_json:
+        print_json(facts)
+        return
+    facts["variants"] = ", ".join(facts["variants"])
+    print_table(f"Model {name}", ("what", "value"), [(key.replace("_", " "), value) for key, value in facts.items()])
+
+
+@app.command
 def add(
     config_json: Path,
     *,
-    name: Annotated[str | None, Parameter(help="Name in scenarios; default: from the file's own fields.")] = None,
+    name: Annotated[str | None, Parameter(help="Name in scenarios; default: the file's own `_name_or_path`.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Add a model from a Hugging Face config.json (kept under CORAL_MODELS, default .coral/models)."""
+    """Add a model from a Hugging Face config.json (kept under CORAL_MODELS, default .coral/models).
+
+    Configurations rarely say what they belong to; where this one does not (`_name_or_path`), give a --name.
+    """
     from coral_core.catalog import read_hf_config, save_user_model
     from coral_core.config.settings import load_settings
 
+    if name is None and not _says_its_name(config_json):
+        raise InputError(
+            "it does not say its name (`_name_or_path`)", where=str(config_json), fix="give it with --name"
+        )
     shape = read_hf_config(config_json, name=name)
     path = save_user_model(shape, load_settings().models)
     if as_json:
@@ -64,6 +90,15 @@ def add(
         f"added {shape.name}: {facts['total_params'] / 1e9:.2f} B parameters, {shape.layers} layers, "
         f"variants {', '.join(shape.variants)} -> {path}"
     )
+
+
+def _says_its_name(config_json: Path) -> bool:
+    """Whether the file names its model; what is wrong with the file is for its reader to say."""
+    try:
+        config = json.loads(config_json.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return True
+    return not isinstance(config, dict) or bool(config.get("_name_or_path"))
 
 
 def _attention_text(shape: ModelShape) -> str:

@@ -37,4 +37,7 @@ def summarize(
     if as_json:
         print_json({"trace": loaded.name, "source": loaded.source, **statistics})
         return
-    print_table(f"Trace {loaded.name}", ("statistic", "value"), list(statistics.items()), note=loaded.source)
+    note = "burstiness: standard deviation over mean of the gaps between arrivals; 1 is Poisson, more is burstier"
+    print_table(
+        f"Trace {loaded.name}", ("statistic", "value"), list(statistics.items()), note=f"{loaded.source}\n{note}"
+    )

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from coral_core.cli.entry import refuse_foreign_packages, run
+from coral_core.config.scenario import scenario_text
 from coral_core.errors import InputError
 
 
@@ -31,6 +32,7 @@ def coral(tmp_path, monkeypatch, capsys):
         ("catalog", "show", "aws-real", "--region", "us-east-1"),
         ("catalog", "gpus"),
         ("models", "list"),
+        ("models", "show", "gpt-oss-20b"),
         ("scenario", "list"),
         ("scenario", "show", "tiny"),
         ("doctor",),
@@ -73,6 +75,15 @@ def test_a_model_is_added_from_a_hugging_face_config_and_listed(coral, tmp_path)
     assert json.loads(out)["total_params"] == pytest.approx(1.24e9, rel=0.01)
     _, out, _ = coral("models", "list", "--json")
     assert "little" in {model["name"] for model in json.loads(out)}
+    code, out, _ = coral("models", "show", "little")
+    assert code == 0
+    assert "32 heads, 8 KV" in out
+    code, out, err = coral("models", "add", path)
+    assert (code, out) == (2, "")
+    assert "--name" in err
+    path.write_text(json.dumps({**config, "_name_or_path": "org/Own-1B"}))
+    code, out, _ = coral("models", "add", path, "--json")
+    assert json.loads(out)["name"] == "own-1b"
     path.write_text(json.dumps({**config, "num_hidden_layers": -1}))
     code, _, err = coral("models", "add", path, "--name", "broken")
     assert code == 2
@@ -93,11 +104,60 @@ def test_a_trace_is_summarised_and_scaled(coral, tmp_path):
     code, out, _ = coral("workload", "summarize", path)
     assert code == 0
     assert "mean_input_tokens" in out
+    assert "burstiness: standard deviation over mean of the gaps" in out
+
+
+def test_a_scenario_is_copied_once_and_loads(coral, tmp_path):
+    code, out, _ = coral("scenario", "copy", "tiny", "mine.yaml")
+    assert code == 0
+    assert "mine.yaml" in out
+    assert (tmp_path / "mine.yaml").read_text() == scenario_text("tiny")
+    code, out, _ = coral("scenario", "show", "./mine.yaml", "--json")
+    assert json.loads(out)["name"] == "tiny"
+    for arguments, words in (
+        (("tiny", "mine.yaml"), "there already"),
+        (("tinny", "other.yaml"), "did you mean tiny"),
+        (("tiny", "other.txt"), "other.yaml"),
+        (("tiny", "no/folder.yaml"), "cannot be written"),
+    ):
+        code, out, err = coral("scenario", "copy", *arguments)
+        assert (code, out) == (2, "")
+        assert words in err
+        assert err.count("\n") == 1
+
+
+def test_tables_fit_a_hundred_columns(coral):
+    for arguments in (("scenario", "list"), ("catalog", "list"), ("catalog", "show", "paper-core")):
+        _, out, _ = coral(*arguments)
+        rule = next(line for line in out.splitlines() if line.startswith("─"))
+        assert len(rule) <= 100, arguments
+
+
+def test_doctor_says_where_the_store_comes_from_and_how_to_refresh_prices(coral, tmp_path, monkeypatch):
+    def store_detail(*arguments):
+        _, out, _ = coral("doctor", *arguments, "--json")
+        return next(finding["detail"] for finding in json.loads(out) if finding["group"] == "store")
+
+    assert "default" in store_detail()
+    assert "--store" in store_detail("--store", (tmp_path / "a").as_uri())
+    monkeypatch.setenv("CORAL_STORE", (tmp_path / "b").as_uri())
+    assert "CORAL_STORE" in store_detail()
+    monkeypatch.setattr("coral_core.cli.doctor.STALE_PRICE_DAYS", -1)
+    _, out, _ = coral("doctor")
+    assert "Stale prices: bring the dated tables" in out
+    monkeypatch.setattr("coral_core.cli.doctor.STALE_PRICE_DAYS", 100_000)
+    _, out, _ = coral("doctor")
+    assert "Stale prices" not in out
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("catalog", "show", "nope"), ("catalog", "show", "paper-core", "--region", "mars"), ("scenario", "show", "nope")],
+    [
+        ("models", "show", "nope"),
+        ("catalog", "show", "nope"),
+        ("catalog", "show", "paper-core", "--region", "mars"),
+        ("scenario", "show", "nope"),
+    ],
 )
 def test_unknown_names_are_one_line_and_exit_code_2(coral, arguments):
     code, out, err = coral(*arguments)

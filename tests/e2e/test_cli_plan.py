@@ -209,6 +209,18 @@ def test_tables_for_people_carry_the_same_figures(coral, small):
         assert out.strip()
 
 
+def test_a_library_is_shown_for_one_model_and_compared_by_version(coral, small):
+    coral("library", "build", "--scenario", small, "--json")
+    _, out, _ = coral("library", "show", "small", "--model", "phi-4", "--top", "1")
+    assert out.count("phi-4") == 2
+    assert "e+" not in out
+    code, out, err = coral("library", "show", "small", "--model", "phi-5")
+    assert (code, out) == (2, "")
+    assert "did you mean phi-4" in err
+    _, out, _ = coral("library", "diff", "small", "1")
+    assert "version 1 -> 1" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
