@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 
-from prefect import flow, task
+from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from artifacts.keys import library_group, manifest_key
@@ -43,7 +43,7 @@ def watched_by(on_progress: ProgressCallback) -> Iterator[None]:
         _watcher.reset(token)
 
 
-@flow(name="build-library", flow_run_name="build-library-{params.scenario}")
+@flow(name="build-library", flow_run_name="build-library-{params.scenario_name}")
 def build_library(params: BuildLibraryParameters = BuildLibraryParameters()) -> int:  # noqa: B008 - frozen
     """Build a scenario's template library and commit it; the version of the snapshot.
 
@@ -67,6 +67,13 @@ def build_library(params: BuildLibraryParameters = BuildLibraryParameters()) -> 
         for group in build.groups:
             solve_group(build, executor, group, f"{group[0] + 1}-to-{group[-1] + 1}-of-{len(build.shards)}")
     manifest = commit_snapshot(build, allow_partial=params.allow_partial)
+    get_run_logger().info(
+        "library %s version %d: %s; committed at %s",
+        manifest.library,
+        manifest.version,
+        progress_text(build.progress),
+        store.url_of(manifest_key(manifest.library, manifest.version)),
+    )
     return manifest.version
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from datetime import datetime
+from logging import INFO, WARNING
 
-from prefect import flow, task
+from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from artifacts.index import index_plans
@@ -16,11 +17,12 @@ from coral_core.clock import SystemClock
 from coral_core.config.resolve import resolve_scenario
 from coral_core.config.scenario import load_scenario
 from coral_core.config.settings import load_settings
+from coral_core.report.plan_report import headline, instances_table, unmet_text
 from flows.parameters import ReallocateParameters, artifact_key
 from tasks.plan import make_plan, running_from_plan
 
 
-@flow(name="reallocate", flow_run_name="reallocate-{params.scenario}")
+@flow(name="reallocate", flow_run_name="reallocate-{params.scenario_name}")
 def reallocate(params: ReallocateParameters = ReallocateParameters()) -> str:  # noqa: B008 - frozen
     """Make the cheapest plan of a scenario from its template library and record it; the URL of plan.json."""
     settings = load_settings()
@@ -29,6 +31,7 @@ def reallocate(params: ReallocateParameters = ReallocateParameters()) -> str:  #
     time = plan_and_record(params, store, fleet)
     stored = read_plan(store, fleet, time)
     show_plan(stored)
+    log_result(stored)
     return stored.record.urls[PLAN]
 
 
@@ -56,20 +59,16 @@ def show_plan(stored: StoredPlan) -> None:
 
 
 def plan_rows(stored: StoredPlan) -> list[dict[str, object]]:
-    """The plan's instances, one row each, figures as in plan.json."""
-    columns = ("region", "model", "phase", "template", "count")
-    rows = []
-    for item in stored.plan["instances"]:
-        nodes = " + ".join(f"{count} x {name}" for name, count in item["nodes"].items())
-        layers = " | ".join(str(stage["layers"]) for stage in item["stages"])
-        rows.append(
-            {
-                **{name: item[name] for name in columns},
-                "nodes": nodes,
-                "layers per stage": layers,
-                "tokens/s each": item["throughput_tokens_per_s"],
-                "requests/s each": item["throughput_requests_per_s"],
-                "USD/h": item["cost_usd_per_h"],
-            }
-        )
-    return rows
+    """The plan's instances as the command line shows them, one row each and the total."""
+    table = instances_table(stored.plan)
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+def log_result(stored: StoredPlan) -> None:
+    """Cost, proof and what is not met, then what else to know; a warning where the demand is not met."""
+    logger = get_run_logger()
+    unmet = unmet_text(stored.plan) != "none"
+    logger.log(WARNING if unmet else INFO, "plan of fleet %s: %s", stored.record.fleet, headline(stored.plan))
+    for note in stored.plan.get("notes", ()):
+        logger.info("note: %s", note)
+    logger.info("recorded at %s", stored.record.urls[PLAN])

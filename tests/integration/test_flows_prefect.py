@@ -17,6 +17,8 @@ from artifacts.library import newest_version, open_library
 from artifacts.plans import PLAN, read_plan
 from artifacts.store import open_store
 from coral_core.errors import DataGapError, InputError
+from coral_core.report.figures import usd
+from coral_core.report.plan_report import headline
 from tests.fakes.ray_processes import AGENTS, descendants, survivors
 
 pytestmark = [
@@ -149,7 +151,7 @@ def test_an_unknown_scenario_is_a_failed_run_with_one_line(server, store):
         build(store, scenario="tinny")
 
 
-def test_a_plan_is_recorded_and_shown(server, store):
+def test_a_plan_is_recorded_shown_and_logged(server, store, caplog):
     from flows.parameters import ReallocateParameters
     from flows.reallocate import reallocate
 
@@ -160,10 +162,13 @@ def test_a_plan_is_recorded_and_shown(server, store):
     stored = read_plan(store, "blue")
     assert url == stored.record.urls[PLAN]
     table = json.loads(artifact("plan-blue").data)
-    assert sum(row["USD/h"] for row in table) == pytest.approx(stored.plan["cost_usd_per_h"])
+    assert (table[-1]["model"], table[-1]["USD/h all"]) == ("total", usd(stored.plan["cost_usd_per_h"]))
+    assert [row["template"] for row in table[:-1]] == [item["template"] for item in stored.plan["instances"]]
     assert artifact("plan-blue-report").data == stored.report_md
-    _, artifacts = run_artifacts("reallocate")
+    run, artifacts = run_artifacts("reallocate")
     assert any(url in str(item["data"]) for item in artifacts)
+    assert run.name == "reallocate-tiny"
+    assert f"plan of fleet blue: {headline(stored.plan)}" in caplog.text
 
     reallocate(ReallocateParameters(store=store.url, fleet="blue", keep_running=True))
     again = read_plan(store, "blue")
