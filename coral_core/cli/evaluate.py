@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 from coral_core.cli.options import AsJson, ScenarioName
 from coral_core.cli.output import print_json, print_note, print_table
 from coral_core.cli.work import resolved_scenario
+from coral_core.config.scenario import LibraryMethod
 from coral_core.errors import InputError
 
 app = App(name="evaluate", help="How settings change what a library or a plan is worth.")
@@ -33,6 +34,9 @@ def sensitivity(
         12.0,
         15.0,
     ),
+    method: Annotated[
+        LibraryMethod, Parameter(help="Of placement; the published sweep is of equal stage budgets: lattice.")
+    ] = "lattice",
     sold_out: Annotated[tuple[str, ...], Parameter(help="GPUs that cannot be had, such as L40S.", negative="")] = (),
     chart: Annotated[Path | None, Parameter(help="Write the chart here, as SVG.")] = None,
     as_json: AsJson = False,
@@ -53,6 +57,7 @@ def sensitivity(
         n_max=sorted(set(n_max)),
         rho=sorted(set(rho)),
         phase=Phase(phase),
+        method=method,
         sold_out=sold_out,
     ):
         points.append(point)
@@ -80,6 +85,8 @@ def sensitivity(
     ]
     without = f", without {', '.join(sold_out)}" if sold_out else ""
     note = "best template of each library in its cheapest region, on demand; throughputs are predicted"
-    print_table(f"{scenario}, {phase}{without}: what N_max and rho buy (published: 6, 12)", columns, rows, note=note)
+    print_table(
+        f"{scenario}, {phase}, {method}{without}: what N_max and rho buy (published: 6, 12)", columns, rows, note=note
+    )
     if chart is not None:
         print_note(f"chart -> {chart}")
