@@ -101,7 +101,8 @@ class ApplyReport:
     """What a run has done and left.
 
     `lowered` is the availability A_r(c) to solve again with: for each offer that keeps the plan from being met, the
-    most nodes that could be held. `nodes` is the fleet at the end, gone ones left out.
+    most nodes that could be held; where it is empty, solving again would give the same plan. `nodes` is the fleet at the
+    end, gone ones left out.
     """
 
     status: ApplyStatus

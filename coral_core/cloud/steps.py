@@ -90,3 +90,26 @@ class ReconcilePolicy:
     max_draining: int = 8
     start_timeout_s: float = 900.0
     unready_grace_s: float = 120.0
+
+
+def step_lines(todo: Reconciliation) -> tuple[str, ...]:
+    """The steps and what cannot be had, one line each, for people who approve or look at a difference."""
+    lines = [
+        f"{step.action} {step.instance_id} in {step.region}{_detail(step)}: {step.reason}"
+        + ("" if step.due is Due.NOW else f" ({step.due})")
+        for step in todo.steps
+    ]
+    unmet = [f"unmet {u.count} x {u.wanted.spec.template_id} in {u.wanted.region}: {u.reason}" for u in todo.unmet]
+    return (*lines, *unmet)
+
+
+def _detail(step: Step) -> str:
+    match step.action:
+        case Action.START:
+            return f", {step.orders[0].zone} {step.orders[0].market}: {', '.join(o.tags.config for o in step.orders)}"
+        case Action.STOP:
+            return f": {', '.join(node.node_id for node in step.nodes)}"
+        case Action.WEIGHT:
+            return f" to {step.weight:g}"
+        case _:
+            return ""

@@ -7,7 +7,9 @@ touched, no serving instance stopped undrained. At the end: nothing orphaned, no
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -85,6 +87,9 @@ class Lease:
 
 
 class FleetMachine(RuleBasedStateMachine):
+    met: ClassVar[Counter[str]] = Counter()
+    """What the sequences have met, so that a test that meets nothing cannot pass."""
+
     def __init__(self) -> None:
         super().__init__()
         self.world = World()
@@ -200,6 +205,7 @@ class FleetMachine(RuleBasedStateMachine):
         try:
             self.one_run()
         except Crash:
+            self.met["crash"] += 1
             assert not self.lease.take(-1), "the lease of a crashed run holds until its time is over"
         finally:
             self.cloud.before_call = self.cloud.after_call = None
@@ -240,6 +246,7 @@ class FleetMachine(RuleBasedStateMachine):
     def refused_run(self):
         calls = len(self.cloud.calls)
         assert self.one_run() is None
+        self.met["refused"] += 1
         assert len(self.cloud.calls) == calls
 
     def one_run(self, at_change=(0, None)) -> ApplyReport | None:
@@ -260,6 +267,7 @@ class FleetMachine(RuleBasedStateMachine):
             report = self.world.apply(self.goal, LIMITS, POLICY, guard=guard, provisioner=Checked(self))
         except CoralError:
             return None  # the lease stays until its time is over
+        self.met[report.status.value] += 1
         self.lease.give_back(run)
         if self.harmed_at_s < begun_s - LONGEST_LAG_S:
             self.tells_the_truth(goal, report)
@@ -329,6 +337,7 @@ class Checked:
 
 
 def converges(sequences: int) -> None:
+    FleetMachine.met.clear()
     run_state_machine_as_test(
         FleetMachine,
         settings=settings(
@@ -341,6 +350,8 @@ def converges(sequences: int) -> None:
 
 def test_after_any_faults_one_more_run_converges():
     converges(100)
+    assert FleetMachine.met["converged"] >= 200
+    assert {"crash", "refused", "unmet", "lease_lost"} <= FleetMachine.met.keys(), FleetMachine.met
 
 
 @pytest.mark.nightly

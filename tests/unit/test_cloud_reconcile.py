@@ -9,7 +9,7 @@ import pytest
 
 from coral_core.cloud.fleet_view import Condition, Exhausted, Signals, gather, judge
 from coral_core.cloud.reconcile import reconcile
-from coral_core.cloud.steps import Action, Due, Reconciliation
+from coral_core.cloud.steps import Action, Due, Reconciliation, step_lines
 from coral_core.cloud.tags import instance_id
 from coral_core.domain.fleet import InstanceSpec, Node, NodeSlot, NodeState, NodeTags
 from coral_core.domain.hardware import Market
@@ -244,3 +244,17 @@ def test_groups_without_an_instance_are_released_and_others_kept():
         ("release_group", "absent", Due.NOW),
     ]
     assert result.converged
+
+
+def test_steps_read_as_lines_for_people():
+    old = nodes_of(ONE, "old")
+    no_c = replace(POLICY, zones={key: zones for key, zones in POLICY.zones.items() if key[1] != "c"})
+    result = run(plan(wanted(TWO, 1), wanted(THREE, 2)), old, signals=Signals(ready=frozenset({"old"})), policy=no_c)
+    start, weight, drain, stop, unmet = step_lines(result)
+    assert start.startswith("start d-two-")
+    assert start.endswith(" in east, east-a on_demand: a, b: the plan wants 1")
+    wait = "(when all that the plan wants of the model is up)"
+    assert weight == f"weight old in east to 0: the plan does not want it {wait}"
+    assert drain == f"drain old in east: the plan does not want it {wait}"
+    assert stop == "stop old in east: old/0: the plan does not want it (when it is drained)"
+    assert unmet == "unmet 2 x p-three in east: no zone is known to offer all of its nodes"
