@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Final, TypeGuard, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -13,6 +15,8 @@ from coral_core.errors import InputError
 
 KeyPath = tuple[str | int, ...]
 M = TypeVar("M", bound=BaseModel)
+
+_TAG_FAULTS: Final = {"union_tag_invalid", "union_tag_not_found"}
 
 
 def read_yaml_model(path: Path, model: type[M]) -> M:
@@ -41,7 +45,7 @@ def parse_yaml_model(text: str, model: type[M], *, where: str) -> M:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise _first_fault(error, lines, where) from None
+        raise _first_fault(error, model, lines, where) from None
 
 
 def _walk(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], where: str) -> None:
@@ -62,27 +66,83 @@ def _walk(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], where: str)
             _walk(item, (*path, index), lines, where)
 
 
-def _first_fault(error: ValidationError, lines: Mapping[KeyPath, int], where: str) -> InputError:
+def _first_fault(
+    error: ValidationError, model: type[BaseModel], lines: Mapping[KeyPath, int], where: str
+) -> InputError:
     # A misspelt key shows up twice, as unknown and as missing: the first says more.
     faults = sorted(error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden")
-    fault = faults[0]
-    location = fault["loc"]
+    fault: Any = faults[0]
+    location, level, inner = _followed(model, fault["loc"])
+    if fault["type"] in _TAG_FAULTS:
+        location = (*location, fault["ctx"]["discriminator"].strip("'"))
     known = next((location[:end] for end in range(len(location), 0, -1) if location[:end] in lines), ())
     place = f"{where}:{lines[known]}" if known else where
     more = f"; {len(faults) - 1} more" if len(faults) > 1 else ""
-    return InputError(f"`{key_path(location)}`: {_reason(fault)}{more}", where=place)
+    return InputError(f"`{key_path(location)}`: {_reason(fault, level, inner)}{more}", where=place)
 
 
-def _reason(fault: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails
+def _reason(fault: Any, level: Sequence[object], inner: Sequence[object]) -> str:  # noqa: ANN401 - ErrorDetails
     if fault["type"] == "extra_forbidden":
-        return "unknown key; check its spelling"
+        keys = [key for member in level if _is_model(member) for key in member.model_fields]
+        near = get_close_matches(str(fault["loc"][-1]), keys, n=1)
+        return f"unknown key{f', did you mean `{near[0]}`?' if near else ''} (allowed here: {', '.join(keys)})"
     if fault["type"] == "missing":
         return "this key is required"
+    if fault["type"] in _TAG_FAULTS:
+        allowed = ", ".join(tag for member in inner for tag in _tags(member))
+        given = fault["ctx"].get("tag")
+        return f"this key is required: one of {allowed}" if given is None else f"{given!r} is none of {allowed}"
     message = str(fault["msg"]).removeprefix("Value error, ")
     value = fault.get("input")
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return f"{message}, got {value!r}"
     return message
+
+
+def _followed(model: type[BaseModel], location: KeyPath) -> tuple[KeyPath, list[object], list[object]]:
+    """Pydantic's location without its names for members of unions; the types that hold its last key, and those in it."""
+    path: list[str | int] = []
+    level: list[object] = [model]
+    inner: list[object] = [model]
+    for part in location:
+        named = [member for member in inner if len(inner) > 1 and part in (_name(member), *_tags(member))]
+        if named:
+            inner = named
+            continue
+        path.append(part)
+        level, inner = inner, [found for member in inner for found in _inside(member, part)]
+    return tuple(path), level, inner
+
+
+def _inside(annotation: object, part: str | int) -> list[object]:
+    """What may stand at a key or index of a type, members of unions apart."""
+    if _is_model(annotation):
+        field = annotation.model_fields.get(str(part))
+        return [] if field is None else _members(field.annotation)
+    arguments = get_args(annotation)
+    return _members(arguments[-1 if get_origin(annotation) is dict else 0]) if arguments else []
+
+
+def _members(annotation: object) -> list[object]:
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [member for argument in get_args(annotation) for member in _members(argument)]
+    return [annotation]
+
+
+def _name(annotation: object) -> str:
+    return getattr(annotation, "__name__", "")
+
+
+def _tags(annotation: object) -> list[str]:
+    """The values of a model's `kind`, by which members of a union are told apart."""
+    field = annotation.model_fields.get("kind") if _is_model(annotation) else None
+    return [] if field is None else list(get_args(field.annotation))
+
+
+def _is_model(annotation: object) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def key_path(location: Sequence[str | int]) -> str:
