@@ -13,8 +13,8 @@ from coral_core.config.yaml_lines import parse_yaml_model, read_yaml_model
 from coral_core.domain.workload import Phase
 from coral_core.errors import unknown_name
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)]
 PolicyName = Literal["coral", "coral_paper", "homo_joint", "homo", "cauchy", "helix"]
 
@@ -48,8 +48,8 @@ class TraceSpec(_Strict):
 class InstanceLimits(_Strict):
     """Bounds on the number of instances of one model in one phase."""
 
-    min_instances: int = Field(default=0, ge=0, le=100_000)
-    max_instances: int | None = Field(default=None, ge=0, le=100_000)
+    min_instances: int = Field(strict=True, default=0, ge=0, le=100_000)
+    max_instances: int | None = Field(strict=True, default=None, ge=0, le=100_000)
 
     @model_validator(mode="after")
     def _ordered(self) -> InstanceLimits:
@@ -92,7 +92,7 @@ class LibrarySpec(_Strict):
     """How the template library is enumerated and solved (DESIGN 3.5)."""
 
     name: Name | None = Field(default=None, description="default: the scenario's name")
-    n_max: int = Field(default=6, ge=1, le=8, description="most nodes in a combination")
+    n_max: int = Field(strict=True, default=6, ge=1, le=8, description="most nodes in a combination")
     rho: Positive = Field(default=12.0, le=1000, description="total GPU memory below rho x model size")
     method: LibraryMethod = Field(default="lattice-free", description="how placements are solved")
     ilp_time_limit_s: Positive = Field(default=60.0, le=86_400)
@@ -103,7 +103,7 @@ class LayerTimesNode(_Strict):
     """Which rows of a layer time table stand for a configuration, and the most layers a fixed pool gives it."""
 
     node: str = Field(min_length=1, description="the table's name for this node")
-    max_layers: int = Field(ge=1, le=10_000)
+    max_layers: int = Field(strict=True, ge=1, le=10_000)
 
 
 class LayerTimesSpec(_Strict):
@@ -112,7 +112,7 @@ class LayerTimesSpec(_Strict):
     table: Path = Field(description="CSV; relative to the folder that CORAL_REFERENCE_DATA names")
     model: str = Field(min_length=1, description="the table's name for the model")
     nodes: dict[str, LayerTimesNode] = Field(min_length=1, description="by configuration")
-    kv_memory_frac: Annotated[float, Field(gt=0, le=1)] = Field(
+    kv_memory_frac: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
         default=1.0, description="share of the memory left by weights that a fixed pool plans to fill with KV cache"
     )
     link_gbit_per_s: Positive | None = Field(
@@ -123,7 +123,7 @@ class LayerTimesSpec(_Strict):
 class CapacitySpec(_Strict):
     """Assumptions behind the stage capacities."""
 
-    max_utilization_frac: dict[Phase, Annotated[float, Field(gt=0, le=1)]] = Field(default_factory=dict)
+    max_utilization_frac: dict[Phase, Annotated[float, Field(strict=True, gt=0, le=1)]] = Field(default_factory=dict)
     allow_estimates: bool = Field(default=True, description="use configurations without a measured profile")
     layer_times: LayerTimesSpec | None = Field(default=None, description="default: the analytic estimates")
 
@@ -132,14 +132,16 @@ class Ample(_Strict):
     """As many nodes as the plan could want of every configuration sold in a region."""
 
     kind: Literal["ample"] = "ample"
-    nodes: int = Field(default=10_000, ge=1, le=1_000_000, description="nodes per region and configuration")
+    nodes: int = Field(
+        strict=True, default=10_000, ge=1, le=1_000_000, description="nodes per region and configuration"
+    )
 
 
 class Constant(_Strict):
     """A fixed number of nodes per region and configuration; what is not named is 0."""
 
     kind: Literal["constant"]
-    nodes: dict[str, dict[str, Annotated[int, Field(ge=0, le=1_000_000)]]]
+    nodes: dict[str, dict[str, Annotated[int, Field(strict=True, ge=0, le=1_000_000)]]]
 
 
 class AvailabilityTrace(_Strict):
@@ -161,9 +163,9 @@ class RandomWalk(_Strict):
     """
 
     kind: Literal["random_walk"]
-    seed: int = Field(ge=0, le=2**63 - 1)
+    seed: int = Field(strict=True, ge=0, le=2**63 - 1)
     step_log: NonNegative = Field(default=0.3, le=3, description="standard deviation of a step of log nodes")
-    reversion_frac: Annotated[float, Field(ge=0, le=1)] = 0.2
+    reversion_frac: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.2
     gpu_weights: dict[str, Positive] = Field(default_factory=dict, description="by GPU type; default 1 each")
     memory_gib: Positive | None = Field(default=None, le=1e9, description="total GPU memory, mean over the epochs")
     memory_frac_of_ample: Positive | None = Field(
@@ -180,7 +182,7 @@ class RandomWalk(_Strict):
 class EpochsSpec(_Strict):
     """How often an evaluation plans anew; a single plan is made for the first epoch."""
 
-    count: int = Field(default=1, ge=1, le=10_000)
+    count: int = Field(strict=True, default=1, ge=1, le=10_000)
     duration_s: Positive = Field(default=360.0, le=604_800)
 
 
@@ -195,7 +197,7 @@ class OwnConfig(_Strict):
     """A node configuration that the catalogue lacks."""
 
     gpu: str = Field(description="a GPU type of the catalogue")
-    gpu_count: int = Field(ge=1, le=1024)
+    gpu_count: int = Field(strict=True, ge=1, le=1024)
     nic_gbit_per_s: Positive = Field(le=1e6, description="sustained, per direction")
     price_usd_per_h: dict[str, Positive] = Field(min_length=1, description="on demand, by region")
     source: str = Field(min_length=1, description="where price and NIC come from")
@@ -237,7 +239,7 @@ class Scenario(_Strict):
     policies: tuple[PolicyName, ...] = Field(
         default=("coral", "coral_paper", "homo_joint", "homo", "cauchy"), min_length=1, description="to evaluate"
     )
-    seeds: tuple[Annotated[int, Field(ge=0, le=2**63 - 1)], ...] = Field(
+    seeds: tuple[Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)], ...] = Field(
         default=(0,), min_length=1, description="of an evaluation's requests"
     )
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, TypeGuard, TypeVar, Union, get_args, g
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from coral_core.config.plain_yaml import compose_plain
 from coral_core.errors import InputError
 
 KeyPath = tuple[str | int, ...]
@@ -30,18 +31,9 @@ def read_yaml_model(path: Path, model: type[M]) -> M:
 
 def parse_yaml_model(text: str, model: type[M], *, where: str) -> M:
     """`text` as `model`; see `read_yaml_model`."""
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise InputError(f"not valid YAML: {error.problem}", where=f"{where}:{line}") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"not valid YAML: {error}", where=where) from None
-    if not isinstance(node, yaml.MappingNode):
-        raise InputError("expected a mapping of keys to values", where=f"{where}:1")
+    node, data = compose_plain(text, where=where)
     lines: dict[KeyPath, int] = {}
     _walk(node, (), lines, where)
-    data = yaml.SafeLoader("").construct_document(node)
     try:
         return model.model_validate(data)
     except ValidationError as error:

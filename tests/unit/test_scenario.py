@@ -154,3 +154,44 @@ def test_a_scarce_scenario_differs_from_the_ample_one_in_supply_only(name, facto
         ample.catalog,
         ample.library_name,
     )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("requests_per_s: 10", "requests_per_s: true", "requests_per_s"),
+        ("requests_per_s: 10", "requests_per_s: yes", "requests_per_s"),
+        ("requests_per_s: 10", "requests_per_s: 1:30", "requests_per_s"),
+        ("requests_per_s: 10", 'requests_per_s: "10"', "requests_per_s"),
+        ("n_max: 3", "n_max: 3.0", "n_max"),
+        ("n_max: 3", "n_max: true", "n_max"),
+        ("description:", "description: !foo x\nother:", "tags"),
+        ("description:", "? [a, b]\n: 1\ndescription:", "key must be text"),
+        ("description:", "<<: 3\ndescription:", "unknown key"),
+        ("catalog: paper-core", "catalog: &x [*x]", "aliases"),
+        ("catalog: paper-core", "catalog: " + "[" * 3000, "nested"),
+        ("requests_per_s: 10", "requests_per_s: !!int abc", "tags"),
+        ("requests_per_s: 10", "requests_per_s: .inf", "requests_per_s"),
+    ],
+)
+def test_only_plain_yaml_and_plain_numbers_are_taken(tmp_path, old, new, words):
+    path = tmp_path / "odd.yaml"
+    path.write_text(scenario_text("tiny").replace(old, new, 1))
+    with pytest.raises(InputError, match=words):
+        load_scenario(str(path))
+
+
+def test_numbers_may_be_written_with_an_exponent(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(scenario_text("tiny").replace("requests_per_s: 10", "requests_per_s: 1e1", 1))
+    assert load_scenario(str(path)).models[0].requests_per_s == 10
+
+
+def test_what_looks_like_a_date_is_text(tmp_path):
+    path = tmp_path / "mine.yaml"
+    text = "\n".join(
+        "description: 2026-13-45" if line.startswith("description:") else line
+        for line in scenario_text("tiny").splitlines()
+    )
+    path.write_text(text)
+    assert load_scenario(str(path)).description == "2026-13-45"
