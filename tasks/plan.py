@@ -65,7 +65,7 @@ def make_plan(
     result = solve_allocation(problem)
     baselines = {name: solve(problem) for name, solve in BASELINES.items()}
     templates = templates_by_id(rows, chosen_templates([result, *baselines.values()]))
-    plan = plan_document(resolved, problem, result, templates, fleet=fleet, now=now)
+    plan = plan_document(resolved, problem, result, templates, snapshot, fleet=fleet, now=now)
     decision = {
         **input_record(resolved, snapshot, problem),
         "capacity_sources": sorted(set(rows["source"].to_pylist())),

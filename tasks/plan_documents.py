@@ -31,6 +31,7 @@ def plan_document(
     problem: AllocationProblem,
     result: AllocationResult,
     templates: Mapping[str, ServingTemplate],
+    snapshot: LibrarySnapshot,
     *,
     fleet: str,
     now: datetime,
@@ -49,7 +50,7 @@ def plan_document(
         "demand": [_demand(row) for row in problem.demand],
         "coverage": [_coverage(row, problem, result) for row in problem.demand],
         "changes": _changes(problem, result),
-        "notes": _notes(resolved, problem, result, now),
+        "notes": _failed_shards(snapshot) + _notes(resolved, problem, result, now),
     }
 
 
@@ -184,6 +185,13 @@ def _changes(problem: AllocationProblem, result: AllocationResult) -> list[dict[
         {"template": key[0], "region": key[1], "running": running[key], "planned": planned[key]}
         for key in sorted(running | planned)
     ]
+
+
+def _failed_shards(snapshot: LibrarySnapshot) -> list[str]:
+    """A partial library makes plans dearer than need be, and models look unservable that are not."""
+    failed = Counter(f"{r.shard.model} {r.shard.phase.value}" for r in snapshot.manifest.failed)
+    parts = ", ".join(f"{name} ({count} shards)" for name, count in sorted(failed.items()))
+    return [f"the library is partial, this plan may be dearer than need be; failed: {parts}"] if failed else []
 
 
 def _notes(

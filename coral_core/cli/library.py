@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, validators
 
 from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
@@ -53,7 +53,7 @@ def build(
         else:
             print_text(f"library {spec.library}: {progress.total} shards, {progress.done} of them finished already")
         return
-    run = choose_executor(executor, workers=workers or os.cpu_count() or 1, heavy=spec.method == "ilp")
+    run = choose_executor(executor, workers=os.cpu_count() or 1 if workers is None else workers, spec=spec)
     with library_progress(spec.library, quiet=as_json) as on_progress:
         manifest = build_library(spec, opened, run, on_progress=on_progress, allow_partial=allow_partial)
     if as_json:
@@ -100,7 +100,13 @@ def show(
     name: str,
     *,
     version: Annotated[int | None, Parameter(help="Default: the newest.")] = None,
-    top: Annotated[int, Parameter(help="Templates shown per model and phase, most throughput per node first.")] = 3,
+    top: Annotated[
+        int,
+        Parameter(
+            validator=validators.Number(gte=1),
+            help="Templates shown per model and phase, most throughput per node first.",
+        ),
+    ] = 3,
     model: Annotated[str | None, Parameter(help="Only this model's templates.")] = None,
     store: StoreUrl = None,
     as_json: AsJson = False,

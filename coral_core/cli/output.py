@@ -21,7 +21,8 @@ _FIGURE: Final = re.compile(r"-?|-?[\d,]*\.?\d+%?")
 
 def print_json(document: Any) -> None:  # noqa: ANN401 - any JSON value
     """One JSON document on stdout; refuses NaN and infinities, which are not JSON."""
-    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    is_utf8 = (sys.stdout.encoding or "utf-8").lower().replace("-", "") == "utf8"
+    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=not is_utf8) + "\n")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, note: str = "") -> None:

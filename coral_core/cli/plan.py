@@ -203,9 +203,8 @@ def usable_library(
             return snapshot
         print_note(f"library {name} version {snapshot.manifest.version} is stale: {'; '.join(stale)}")
     spec = build_spec_from_scenario(resolved)
-    heavy = spec.method == "ilp"
     target = open_store("memory://dry-run") if dry_run else store
-    run = choose_executor("inline" if dry_run else executor, workers=1 if dry_run else os.cpu_count() or 1, heavy=heavy)
+    run = choose_executor("inline" if dry_run else executor, workers=1 if dry_run else os.cpu_count() or 1, spec=spec)
     with library_progress(name, quiet=quiet) as on_progress:
         manifest = build_library(spec, target, run, on_progress=on_progress)
     return open_library(target, name, manifest.version)

@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from coral_core.config.settings import load_settings
+from coral_core.errors import CoralError, InputError
 
 if TYPE_CHECKING:
     from artifacts.store import Store
     from coral_core.config.resolve import ResolvedScenario
     from tasks.executor import Executor
-    from tasks.library import BuildProgress
+    from tasks.library import BuildProgress, BuildSpec
+
+SMALL_N_MAX = 4
 
 
 def open_configured_store(url: str | None) -> Store:
@@ -28,16 +31,24 @@ def resolved_scenario(name_or_path: str) -> ResolvedScenario:
     from coral_core.config.resolve import resolve_scenario
     from coral_core.config.scenario import load_scenario
 
-    return resolve_scenario(load_scenario(name_or_path), user_models=load_settings().models)
+    scenario = load_scenario(name_or_path)
+    try:
+        return resolve_scenario(scenario, user_models=load_settings().models)
+    except CoralError as error:
+        raise type(error)(error.what, where=f"{name_or_path}: {error.where}", fix=error.fix) from None
 
 
-def choose_executor(name: Literal["auto", "ray", "inline"], *, workers: int, heavy: bool) -> Executor:
-    """Ray, or processes of this machine; `auto` takes Ray only for heavy work, whose start-up it is worth."""
+def choose_executor(name: Literal["auto", "ray", "inline"], *, workers: int, spec: BuildSpec) -> Executor:
+    """Ray, or processes of this machine; `auto` takes Ray for integer programs only, which are worth its start-up."""
     from tasks.executor import InlineExecutor
 
+    if workers < 1:
+        raise InputError(f"{workers} workers cannot build anything", where="--workers", fix="give 1 or more")
     has_ray = importlib.util.find_spec("ray") is not None
-    if name == "inline" or (name == "auto" and not (has_ray and heavy)):
-        return InlineExecutor(processes=workers if heavy else 1)
+    slow = spec.method == "ilp"
+    if name == "inline" or (name == "auto" and not (has_ray and slow)):
+        # Small libraries are done before a second process has imported what it needs.
+        return InlineExecutor(processes=workers if slow or spec.n_max > SMALL_N_MAX else 1)
     if not has_ray:
         from coral_core.cli.flows import flows_extra_missing
 
