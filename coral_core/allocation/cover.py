@@ -31,6 +31,8 @@ _FIRST_UNITS = 2_048
 _GROWTH = 4
 _MAX_UNITS_ONE_PLACE = 131_072
 _MAX_UNITS = 32_768
+_COMPLETION_UNITS_ALONE = 8_192
+_COMPLETION_UNITS = 1_024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +57,28 @@ class Items:
         )
 
 
+def joined(parts: list[Items]) -> Items:
+    """All items of the parts."""
+    none = [np.zeros(0)]
+    return Items(
+        column=np.concatenate([*none, *(part.column for part in parts)]).astype(np.int64),
+        price_usd_per_h=np.concatenate([*none, *(part.price_usd_per_h for part in parts)]),
+        covered_frac=np.concatenate([*none, *(part.covered_frac for part in parts)]),
+        upper=np.concatenate([*none, *(part.upper for part in parts)]),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoverProblem:
     """`places[k]` holds the items of each row in place k; `everywhere` those that cover all rows of any place."""
 
     places: tuple[tuple[Items, ...], ...]
     everywhere: Items
+
+    @property
+    def servable(self) -> bool:
+        """Whether anything serves at all; then enough of it serves everything."""
+        return bool(self.places) or len(self.everywhere) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +167,59 @@ def _rate(items: Items) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """Bounds on what the rest of a plan costs beside one instance, by the units (rounded up) that this one covers.
+
+    `rows[k][i]` (N+1,) for an instance in row i of place k, `everywhere` (N+1,) for one that covers all rows.
+    """
+
+    units: int
+    rows: list[list[Floats]]
+    everywhere: Floats
+
+
+def completions(problem: CoverProblem) -> Completion:
+    """The bounds on a grid that is fine where one table answers, coarse where every pair of tables is joined."""
+    alone = len(problem.places) == 1 and len(problem.places[0]) == 1 and not len(problem.everywhere)
+    units = _COMPLETION_UNITS_ALONE if alone else _COMPLETION_UNITS
+    tables = [[_table(items, units, np.ceil).values for items in place] for place in problem.places]
+    free = _table(problem.everywhere, units, np.ceil).values
+    served = [np.sum(place, axis=0) for place in tables]
+    before, after = [free], [_nothing(units)]
+    for values in served:
+        before.append(_join(before[-1], values, 0.0, math.inf))
+    for values in reversed(served):
+        after.append(_join(after[-1], values, 0.0, math.inf))
+    rows = []
+    for k, place in enumerate(tables):
+        rest = _join(before[k], after[len(served) - 1 - k], 0.0, math.inf)
+        partners = [sum((other for other in place if other is not row), np.zeros(units + 1)) for row in place]
+        rows.append([_beside(row, partner, rest) for row, partner in zip(place, partners, strict=True)])
+    return Completion(units=units, rows=rows, everywhere=before[-1][::-1].copy())
+
+
+def _beside(row: Floats, partner: Floats, rest: Floats) -> Floats:
+    """By units t: the least, over y units served here, of row(y - t) + partner(y) + rest(N - y)."""
+    other = partner + rest[::-1]
+    some = np.flatnonzero(np.isfinite(other))
+    found = np.full(len(row), np.inf)
+    if len(some) == 1:  # all is served here
+        y = int(some[0])
+        found[: y + 1], found[y:] = row[y::-1] + other[y], row[0] + other[y]
+        return found
+    for t in range(len(row)):
+        found[t] = (row[np.maximum(some - t, 0)] + other[some]).min(initial=np.inf)
+    return found
+
+
+def _nothing(units: int) -> Floats:
+    """The table of no items: 0 units at no cost."""
+    values = np.full(units + 1, np.inf)
+    values[0] = 0.0
+    return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
     """A covering table in stages: any number of the unlimited items, then the limited ones part by part."""
 
@@ -185,9 +256,7 @@ def _table(items: Items, units: int, rounded: Rounding, start: Floats | None = N
     covered = np.minimum(rounded(items.covered_frac * units), units).astype(np.int64)
     some = covered > 0
     unlimited = some & np.isinf(items.upper)
-    first = np.full(units + 1, np.inf) if start is None else start.copy()
-    if start is None:
-        first[0] = 0.0
+    first = _nothing(units) if start is None else start.copy()
     choice = np.full(units + 1, -1, dtype=np.int32)
     price = items.price_usd_per_h
     extend(covered[unlimited], price[unlimited], first, choice)
@@ -227,9 +296,7 @@ class _Grid:
         rate = min([*(sum(row.usd_per_h_per_unit for row in place) for place in rows), alone.usd_per_h_per_unit])
         served = [_together(place) for place in rows]
         limit = min([limit, float(alone.values[-1]), *(float(values[-1]) for values in served)]) * (1 + 1e-12)
-        nothing = np.full(units + 1, np.inf)
-        nothing[0] = 0.0
-        joined = [served[0] if served else nothing]
+        joined = [served[0] if served else _nothing(units)]
         for values in served[1:]:
             joined.append(_join(joined[-1], values, rate, limit))
         return cls(rows=rows, joined=joined, everywhere=_table(problem.everywhere, units, rounded, joined[-1]))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from coral_core.allocation.columns import Columns
-from coral_core.allocation.cover import CoverProblem, Items, cover
+from coral_core.allocation.cover import CoverProblem, Items, cover, joined
 from coral_core.allocation.coverage import Bools, Coverage, Group, fraction
 from coral_core.allocation.formulation import formulate
 from coral_core.allocation.fronts import Fronts
@@ -42,17 +42,26 @@ class Blocks:
 def blocks_of(problem: AllocationProblem, coverage: Coverage) -> list[tuple[int, ...]]:
     """Demand rows that must be solved together, each row in one block."""
     block = list(range(len(problem.demand)))
-    for joined in [*(group.rows for group in coverage.groups), *coverage.pairs]:
-        target, merged = block[joined[0]], {block[row] for row in joined}
+    for linked in [*(group.rows for group in coverage.groups), *coverage.pairs]:
+        target, merged = block[linked[0]], {block[row] for row in linked}
         block = [target if name in merged else name for name in block]
     return [tuple(i for i, name in enumerate(block) if name == first) for first in dict.fromkeys(block)]
+
+
+def asking_blocks(problem: AllocationProblem, coverage: Coverage) -> list[tuple[int, ...]]:
+    """The blocks that ask for anything: throughput, or instances."""
+    return [
+        rows
+        for rows in blocks_of(problem, coverage)
+        if any(coverage.active[i] or problem.demand[i].min_instances for i in rows)
+    ]
 
 
 def solve_blocks(
     problem: AllocationProblem, coverage: Coverage, fronts: Fronts, solver: Solver, effort: Effort
 ) -> Blocks:
     """Solve every block without capacity limits, within less than half of the time left, and join the plans."""
-    blocks = blocks_of(problem, coverage)
+    blocks = asking_blocks(problem, coverage)
     share = effort.within(0.4)
     solved, columns = [], 0
     for number, rows in enumerate(blocks):
@@ -133,27 +142,28 @@ class Block:
         alike = all(len(group.rows) == 1 or len(set(group.amounts)) == 1 for group in self.groups)
         return plain and active and alike
 
+    def places(self) -> list[tuple[int | None, tuple[Items, ...]]]:
+        """Regions (None: all together) in which every row can be served, and the items of each row there."""
+        kind = self.coverage.group_of[self.columns.template]
+        alone = {i: [g for g, group in enumerate(self.coverage.groups) if group.rows == (i,)] for i in self.rows}
+        found: list[tuple[int | None, tuple[Items, ...]]] = []
+        for r in range(len(self.problem.regions)) if self.by_region else (None,):
+            here = np.ones(len(kind), dtype=bool) if r is None else self.columns.region == r
+            own = tuple(
+                joined([self._items(here & (kind == g), self.coverage.groups[g].amounts[0]) for g in alone[i]])
+                for i in self.rows
+            )
+            if all(len(items) for items in own):
+                found.append((r, own))
+        return found
+
     def cover_problem(self) -> CoverProblem:
         """The block as a covering problem; its columns keep their numbers."""
-        regions = range(len(self.problem.regions)) if self.by_region else (None,)
-        nothing = self._items(np.zeros(len(self.columns), dtype=bool), 1.0)
-        places, everywhere = [], nothing
-        kind = self.coverage.group_of[self.columns.template]
-        inside = {group.rows: kind == g for g, group in enumerate(self.coverage.groups)}
-        for group in self.groups:
-            if len(group.rows) > 1:
-                everywhere = self._items(inside[group.rows], group.amounts[0])
-        alone = {group.rows[0]: group for group in self.groups if len(group.rows) == 1}
-        for r in regions:
-            own = []
-            for i in self.rows:
-                if i in alone:
-                    mine = inside[alone[i].rows]
-                    here = mine if r is None else mine & (self.columns.region == r)
-                    own.append(self._items(here, alone[i].amounts[0]))
-            if len(own) == len(self.rows) and all(len(items) for items in own):
-                places.append(tuple(own))
-        return CoverProblem(places=tuple(places), everywhere=everywhere)
+        everywhere = self._items(np.zeros(len(self.columns), dtype=bool), 1.0)
+        for g, group in enumerate(self.coverage.groups):
+            if len(group.rows) > 1 and group.rows[0] in self.rows:
+                everywhere = self._items(self.coverage.group_of[self.columns.template] == g, group.amounts[0])
+        return CoverProblem(places=tuple(own for _, own in self.places()), everywhere=everywhere)
 
     def _items(self, chosen: Bools, amount: float) -> Items:
         column = np.flatnonzero(chosen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,18 +34,38 @@ def rent_usd_per_h(problem: AllocationProblem) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fronts:
-    """Picks columns by block of demand rows; `rent_usd_per_h` (templates, regions), `useful` (templates,)."""
+    """Picks columns by block of demand rows.
+
+    `rent_usd_per_h` (templates, regions) is infinite where an instance does not fit; `new_usd_per_h` has churn in it, and
+    both that and `old_usd_per_h` the toll, if any, that stands for what the nodes are worth elsewhere. `useful` (templates,): see `useful_instances`.
+    """
 
     problem: AllocationProblem
     coverage: Coverage
     rent_usd_per_h: Floats
+    new_usd_per_h: Floats
+    old_usd_per_h: Floats
     useful: Ints
 
     @classmethod
     def of(cls, problem: AllocationProblem, coverage: Coverage) -> Fronts:
-        """Price all templates in all regions."""
+        """Price all templates in all regions, without a toll."""
+        rent = rent_usd_per_h(problem)
+        new = rent * (1 + problem.churn_k) if problem.churn_k > 0 else rent
         useful = useful_instances(problem, coverage)
-        return cls(problem=problem, coverage=coverage, rent_usd_per_h=rent_usd_per_h(problem), useful=useful)
+        return cls(
+            problem=problem,
+            coverage=coverage,
+            rent_usd_per_h=rent,
+            new_usd_per_h=new,
+            old_usd_per_h=rent,
+            useful=useful,
+        )
+
+    def with_toll(self, toll_usd_per_h: Floats) -> Fronts:
+        """The same with a toll (templates, regions) on every instance."""
+        new = self.rent_usd_per_h * (1 + self.problem.churn_k) + toll_usd_per_h
+        return replace(self, new_usd_per_h=new, old_usd_per_h=self.rent_usd_per_h + toll_usd_per_h)
 
     def columns(self, rows: tuple[int, ...], *, by_region: bool) -> Columns:
         """New-instance columns on the price front (on each region's own with `by_region`), and all that runs."""
@@ -58,12 +78,13 @@ class Fronts:
         none = np.zeros(0, dtype=np.int64)
         template = np.concatenate([none, *(part[0] for part in picked)])
         region = np.concatenate([none, *(part[1] for part in picked)])
-        old_template, old_region, running = self._running(rows)
-        new = self.rent_usd_per_h[template, region] * (1 + self.problem.churn_k)
+        old_template, old_region, running = self.running(rows)
         return Columns(
             template=np.concatenate((template, old_template)),
             region=np.concatenate((region, old_region)),
-            price_usd_per_h=np.concatenate((new, self.rent_usd_per_h[old_template, old_region])),
+            price_usd_per_h=np.concatenate(
+                (self.new_usd_per_h[template, region], self.old_usd_per_h[old_template, old_region])
+            ),
             upper=np.concatenate((self.useful[template], running)).astype(np.float64),
             old=np.repeat([False, True], [len(template), len(old_template)]),
         )
@@ -72,7 +93,7 @@ class Fronts:
         return any(self.coverage.active[row] or self.problem.demand[row].min_instances for row in group.rows)
 
     def _front(self, group: Group, region: int | None) -> tuple[Ints, Ints]:
-        rent = self.rent_usd_per_h[group.members]
+        rent = self.new_usd_per_h[group.members]
         place = np.full(len(rent), region) if region is not None else rent.argmin(axis=1)
         price = rent[:, region] if region is not None else rent.min(axis=1)
         most = max(group.amounts)
@@ -80,7 +101,7 @@ class Fronts:
         chosen = wide_price_front(price, throughput, most)
         return group.members[chosen], place[chosen]
 
-    def _running(self, rows: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
+    def running(self, rows: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
         """Templates, regions and numbers of what runs, fits and enters `rows`, where starting anew costs more."""
         template, region, count = running_instances(self.problem)
         own = [g for g, group in enumerate(self.coverage.groups) if group.rows[0] in rows]

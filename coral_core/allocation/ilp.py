@@ -17,6 +17,7 @@ from coral_core.allocation.coverage import coverage_of, weight_unit
 from coral_core.allocation.decompose import solve_blocks
 from coral_core.allocation.formulation import formulate
 from coral_core.allocation.fronts import Fronts
+from coral_core.allocation.joint import solve_joint
 from coral_core.allocation.reduce import reduce_columns
 from coral_core.allocation.stages import StagedSolve
 from coral_core.allocation.verify import verify_allocation
@@ -40,10 +41,16 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
     chosen = _Choosing(preference=cast("Preference", problem.options.solver)) if solver is None else solver
     coverage = coverage_of(problem)
     effort = Effort(gap_frac=problem.options.gap_frac, deadline_s=started + problem.options.time_limit_s)
-    blocks = solve_blocks(problem, coverage, Fronts.of(problem, coverage), chosen, effort)
+    fronts = Fronts.of(problem, coverage)
+    blocks = solve_blocks(problem, coverage, fronts, chosen, effort)
     staged = blocks.staged
     counted = {"columns_all": float(len(problem.templates) * len(problem.regions)), "columns": float(blocks.columns)}
-    if not blocks.settled:
+    apart = blocks.settled or not problem.options.reduce
+    joint = None if apart else solve_joint(problem, fronts, chosen, effort)
+    if joint is not None:
+        staged = joint.staged
+        counted["columns"] = float(joint.columns)
+    elif not blocks.settled:
         reduction = reduce_columns(problem, coverage)
         columns = columns_of(problem, coverage, reduction.keep)
         counted = {**reduction.counts, "columns": float(len(columns))}

@@ -95,6 +95,14 @@ class StagedSolve:
             cost_bound_usd_per_h = max(cost_bound_usd_per_h, again)
         return Staged(plan=plan, cost_bound_usd_per_h=cost_bound_usd_per_h)
 
+    def serve_all(self, effort: Effort, start: Plan) -> tuple[Plan, float]:
+        """The better of `start` and the cheapest plan found that meets everything, and the bound for such plans."""
+        return self._improve(self.formulation.full(), effort, start, np.zeros(0, dtype=np.int64))
+
+    def serve_most(self, effort: Effort, start: Plan) -> Staged:
+        """As `run` where it is known that not everything can be met."""
+        return self._short(effort, start, np.zeros(0, dtype=np.int64))
+
     def _short(self, effort: Effort, plan: Plan, seed: Ints) -> Staged:
         """Not everything can be met, or it was not found in time."""
         deficit_bound = 0.0
@@ -114,13 +122,7 @@ class StagedSolve:
 
     def judge(self, counts: Ints) -> Plan:
         """How `counts` stand in this solve's rows."""
-        assessment = assess(self.problem, self.coverage, counts)
-        return Plan(
-            counts=counts,
-            deficit=sum(assessment.deficit[i] for i in self.rows),
-            shortfall=weighted_shortfall(self.problem, assessment, self.rows),
-            cost_usd_per_h=assessment.objective_usd_per_h,
-        )
+        return plan_of(self.problem, self.coverage, counts, self.rows)
 
     def _improve(self, program: WideProgram, effort: Effort, best: Plan, seed: Ints) -> tuple[Plan, float]:
         """The better of `best` and what the solver finds for `program`, and the proven bound of its objective."""
@@ -162,6 +164,17 @@ class StagedSolve:
         if relaxation is None:
             return np.zeros(0, dtype=np.int64), True
         return relaxation.active, relaxation.bound <= SHORTFALL_TOLERANCE
+
+
+def plan_of(problem: AllocationProblem, coverage: Coverage, counts: Ints, rows: tuple[int, ...]) -> Plan:
+    """How `counts` stand in the demand `rows`."""
+    assessment = assess(problem, coverage, counts)
+    return Plan(
+        counts=counts,
+        deficit=sum(assessment.deficit[i] for i in rows),
+        shortfall=weighted_shortfall(problem, assessment, rows),
+        cost_usd_per_h=assessment.objective_usd_per_h,
+    )
 
 
 def weighted_shortfall(problem: AllocationProblem, assessment: Assessment, rows: tuple[int, ...]) -> float:

@@ -217,3 +217,24 @@ def test_covering_by_dynamic_program_equals_enumeration(doc, units, tmp_path_fac
         patch.setattr("coral_core.allocation.decompose.COVER_FROM_TEMPLATES", 0)
         patch.setattr("coral_core.allocation.cover._FIRST_UNITS", units)
         agrees(doc, tmp_path_factory.mktemp("doc") / "problem.json")
+
+
+@settings(max_examples=200, deadline=None)
+@given(doc=documents(), first=st.sampled_from([1, 3, 400]), running=st.booleans(), small=st.booleans())
+def test_tolls_and_growing_columns_equal_enumeration(doc, first, running, small, tmp_path_factory):
+    """The path of wide scarce programs, forced onto tiny ones: tolls, bounds of columns, growth until proven."""
+    doc["options"]["solver"] = "highs"
+    doc["running"] = doc["running"] if running else []
+    for row in doc["demand"]:
+        row.pop("min_instances", None)
+        row.pop("max_instances", None)
+        if "requests_per_s" in row:
+            row["requests_per_s"] = 8.0  # a pair's rows state one rate
+        for unit in ("tokens_per_s", "requests_per_s"):
+            if unit in row and small:
+                row[unit] /= 4  # so that more can be served in full
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coral_core.allocation.decompose.COVER_FROM_TEMPLATES", 0)
+        patch.setattr("coral_core.allocation.joint.WIDE_FROM_COLUMNS", 0)
+        patch.setattr("coral_core.allocation.joint._FIRST_COLUMNS", first)
+        agrees(doc, tmp_path_factory.mktemp("doc") / "problem.json")

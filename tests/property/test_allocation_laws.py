@@ -15,6 +15,7 @@ from coral_core.allocation.baselines.homo import homo
 from coral_core.allocation.baselines.homo_joint import homo_joint
 from coral_core.allocation.coverage import coverage_of
 from coral_core.allocation.ilp import solve_allocation
+from coral_core.allocation.prices import counts_of
 from coral_core.allocation.reduce import dominated, price_front, reduce_columns
 from coral_core.domain.allocation import (
     AllocationOptions,
@@ -258,3 +259,25 @@ def test_what_runs_is_never_reduced_away(problem):
     kept = solve_allocation(again)
     assert same_needs(kept, result)
     assert kept.objective_usd_per_h <= result.cost_usd_per_h * (1 + 3e-6) + 1e-6
+
+
+@settings(max_examples=60)
+@given(problem=problems(), first=st.sampled_from([2, 400]))
+def test_tolls_give_what_the_whole_program_gives(problem, first):
+    """The path of wide scarce problems, on small ones with all that it allows: churn, regions, aggregated templates."""
+    rows = tuple(
+        replace(row, min_instances=0, max_instances=None, requests_per_s=20.0, tokens_per_s=row.tokens_per_s * 0.3)
+        for row in problem.demand
+    )
+    problem = replace(problem, demand=rows, available=problem.available + 4)
+    wanted = counts_of(problem, solve_allocation(problem)).T @ problem.templates.nodes
+    problem = replace(problem, available=np.maximum(np.where(wanted > 0, wanted - 1, problem.available), 0))
+    whole = solve_allocation(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coral_core.allocation.decompose.COVER_FROM_TEMPLATES", 0)
+        patch.setattr("coral_core.allocation.joint.WIDE_FROM_COLUMNS", 0)
+        patch.setattr("coral_core.allocation.joint._FIRST_COLUMNS", first)
+        tolled = solve_allocation(problem)
+    assert equal(whole, tolled)
+    assert tolled.bound_usd_per_h <= whole.objective_usd_per_h * (1 + 1e-9)
+    assert tolled.status is whole.status
