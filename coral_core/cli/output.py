@@ -16,6 +16,9 @@ from rich.text import Text
 
 from coral_core.report.figures import figure
 
+WIDTH: Final = 100
+"""Tables are made to fit this many columns where they can."""
+
 _FIGURE: Final = re.compile(r"-?|-?[\d,]*\.?\d+%?")
 
 
@@ -29,10 +32,12 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     """A table on stdout; columns of numbers (written out or not) are right-aligned, None shows as `-`."""
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     cells = [[figure(cell) for cell in row] for row in rows]
+    widths = [max(map(len, (column, *_lines(cells, index)))) for index, column in enumerate(columns)]
+    narrow = sum(widths) + 2 * len(widths) > WIDTH
     for index, column in enumerate(columns):
         numeric = all(_FIGURE.fullmatch(row[index]) for row in cells)
         table.add_column(
-            Text(_wrapped(column, [row[index] for row in cells])),
+            Text(_wrapped(column, _lines(cells, index)) if narrow else column),
             justify="right" if numeric and rows else "left",
             overflow="fold",
         )
@@ -45,10 +50,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         out.print(note, style="dim", highlight=False, markup=False)
 
 
-def _wrapped(column: str, cells: Sequence[str]) -> str:
-    """A header on several lines where its cells are narrower, so that tables stay narrow."""
-    widest = max((len(line) for cell in cells for line in cell.splitlines()), default=len(column))
-    return textwrap.fill(column, max(widest, *map(len, column.split())))
+def _lines(cells: Sequence[Sequence[str]], index: int) -> list[str]:
+    return [line for row in cells for line in row[index].splitlines()]
+
+
+def _wrapped(column: str, lines: Sequence[str]) -> str:
+    """A header on several lines where its cells are narrower."""
+    return textwrap.fill(column, max(map(len, (*column.split(), *lines))))
 
 
 def print_text(text: str) -> None:

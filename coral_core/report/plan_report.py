@@ -116,7 +116,7 @@ def baselines_table(plan: Mapping[str, Any], decision: Mapping[str, Any]) -> Pla
     """The plan's cost beside the baselines'."""
     own = plan["objective_usd_per_h"]
     rows: list[tuple[object, ...]] = [("coral", usd(own), "1.000" if own else None, unmet_text(plan))]
-    for name, result in decision["baselines"].items():
+    for name, result in sorted(decision["baselines"].items(), key=lambda item: item[1]["objective_usd_per_h"]):
         cost = result["objective_usd_per_h"]
         rows.append((name, usd(cost), f"{cost / own:.3f}" if own else None, unmet_text(result)))
     return PlanTable(
