@@ -21,7 +21,7 @@ REALLOCATE_CRON: Final = "*/10 * * * *"
 
 def deployments() -> list[RunnerDeployment]:
     """One deployment per flow. The schedule of `reallocate` is there and off: switch it on in the UI."""
-    # One at a time, as a convenience only: Prefect's limit is no lock (DESIGN 6), and planning needs none.
+    # One at a time, as a convenience only: Prefect's limit is no lock (docs/operations.md), and planning needs none.
     one_at_a_time = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
     module = EntrypointType.MODULE_PATH
     build = build_library.to_deployment("build-library", tags=["coral"], entrypoint_type=module)
