@@ -76,8 +76,12 @@ def shard_key(
     part: int,
     parts: int,
     inputs_hash: str,
+    repair: int = 0,
 ) -> str:
-    """The data file of one shard, named by the hash of what went into it, so that a rebuild finds and reuses it."""
+    """The data file of one shard, named by the hash of what went into it, so that a rebuild finds and reuses it.
+
+    `repair` tells those files apart that were written because all before were damaged.
+    """
     if not 0 <= part < parts:
         raise InputError(f"part {part} of {parts} does not exist", where="shard")
     if not _HASH.fullmatch(inputs_hash):
@@ -85,7 +89,7 @@ def shard_key(
     return (
         f"{library_group(library)}/data/model={checked_name(model, 'model')}/phase={phase.value}/slo={slo_text(slo)}/"
         f"part-{checked_name(variant, 'variant')}-{checked_name(method, 'method')}-"
-        f"{part:05d}-of-{parts:05d}-{inputs_hash[:32]}.parquet"
+        f"{part:05d}-of-{parts:05d}-{inputs_hash[:32]}{f'-repair{repair}' if repair else ''}.parquet"
     )
 
 

@@ -1,10 +1,19 @@
-"""Shards of a template library: one Parquet file each, written once under the hash of its inputs, reused by resume."""
+"""Shards of a template library: one Parquet file each, written once under the hash of its inputs, reused by resume.
+
+Every file carries a seal, the SHA-256 of all its bytes with the seal's own digits as zeros: without a manifest, too, any
+changed bit shows, and is seen before a byte is parsed. A file that is not whole is never deleted nor overwritten, for
+older manifests name it by its hash and another writer may be at it as well: its shard is written anew under the next
+repair's name, by put-if-absent.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import io
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, Self
 
@@ -20,9 +29,14 @@ from artifacts.store import Store
 from coral_core.domain.workload import Phase, Slo
 from coral_core.errors import StoreConflictError, StoreError
 
+_LOG: Final = logging.getLogger(__name__)
 _METADATA_KEY: Final = b"coral.shard"
+_SEAL_KEY: Final = b"coral.seal"
+_SEAL: Final = b"sha256 of this file, these digits as zeros: "
+_DIGITS: Final = 64
+_REPAIRS: Final = 9
 _STRICT: Final = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-_DAMAGED: Final = "delete the object and build again: other shards are reused"
+_REBUILD: Final = "build the library again: only shards that are not whole are solved anew"
 
 
 class ShardKey(BaseModel):
@@ -45,8 +59,11 @@ class ShardKey(BaseModel):
         """The latency bounds."""
         return Slo(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
 
-    def key(self, library: str) -> str:
-        """Where its data file lies. Raises InputError for names that cannot be part of a key."""
+    def key(self, library: str, *, repair: int = 0) -> str:
+        """Where its data file lies, or the one that stands in for `repair` damaged ones.
+
+        Raises InputError for names that cannot be part of a key.
+        """
         return shard_key(
             library,
             model=self.model,
@@ -57,6 +74,7 @@ class ShardKey(BaseModel):
             part=self.part,
             parts=self.parts,
             inputs_hash=self.inputs_hash,
+            repair=repair,
         )
 
     def __str__(self) -> str:
@@ -113,7 +131,8 @@ class ShardWriter:
         self._shard = shard
         self._rows = 0
         self._sink = io.BytesIO()  # an output stream on a store would publish half a file when it fails
-        self._file = pq.ParquetWriter(self._sink, TEMPLATE_SCHEMA, compression="zstd")
+        # The checksums are for other readers of Parquet: here the seal covers the pages too.
+        self._file = pq.ParquetWriter(self._sink, TEMPLATE_SCHEMA, compression="zstd", write_page_checksum=True)
 
     def add(self, table: pa.Table) -> None:
         """Append rows. Raises StoreError for another schema, ValueError for rows that are not of this shard."""
@@ -129,28 +148,36 @@ class ShardWriter:
     ) -> ShardRecord:
         """Store the rows under the hash of the shard's inputs and say what was stored; nothing can be added then.
 
-        Where an object of that name exists it is verified and its record returned instead: equal inputs have equal
-        results. Raises StoreError where that one is damaged or foreign.
+        Where a whole file of that name exists its record is returned instead: equal inputs have equal results. Where
+        there are damaged ones, this is logged and counted in the statistics as `damaged_files`. Raises StoreError where
+        even the last repair is damaged.
         """
+        place = _place_of(store, library, self._shard)
+        if place.record is not None:
+            return place.record
+        repaired = {"damaged_files": len(place.damaged)} if place.damaged else {}
         embedded = _Embedded(
             schema_version=SCHEMA_VERSION,
             shard=self._shard,
             rows=self._rows,
             attempts=attempts,
-            statistics=dict(statistics or {}),
+            statistics={**(statistics or {}), **repaired},
         )
-        self._file.add_key_value_metadata({_METADATA_KEY: canonical_json(embedded.model_dump())})
+        self._file.add_key_value_metadata(
+            {_METADATA_KEY: canonical_json(embedded.model_dump()), _SEAL_KEY: _SEAL + b"0" * _DIGITS}
+        )
         self._file.close()
-        data = self._sink.getvalue()
-        key = self._shard.key(library)
+        data = _sealed(self._sink.getvalue())
         try:
-            store.put_if_absent(key, data)
+            store.put_if_absent(place.key, data)
         except StoreConflictError:
             existing = find_shard(store, library, self._shard)
             if existing is None:
                 raise  # deleted between the two calls: someone tidies up here, do not fight over it
             return existing
-        return _record(embedded, key, data)
+        for error in place.damaged:
+            _LOG.warning("%s: %s; its shard was written anew as %s", error.where, error.what, place.key)
+        return _record(embedded, place.key, data)
 
 
 def write_shard(
@@ -169,23 +196,11 @@ def write_shard(
 
 
 def find_shard(store: Store, library: str, shard: ShardKey) -> ShardRecord | None:
-    """The record of the shard, if its data file is in the store from an earlier build; it is read and verified.
+    """The record of the shard, if a whole data file of it is in the store from an earlier build; damaged ones are no file.
 
-    Raises StoreError where the object under its key is damaged or foreign.
+    Raises StoreError where the store fails, or where all files of all repairs are damaged.
     """
-    key = shard.key(library)
-    data = store.find(key)
-    if data is None:
-        return None
-    where = store.url_of(key)
-    embedded, tables = _parsed(data, where=where, columns=None)
-    if embedded.shard != shard:
-        raise StoreError(f"holds the shard {embedded.shard}, not {shard}", where=where, fix=_DAMAGED)
-    for table in tables:
-        stranger = _stranger(shard, table)
-        if stranger:
-            raise StoreError(f"holds rows of {stranger}", where=where, fix=_DAMAGED)
-    return _record(embedded, key, data)
+    return _place_of(store, library, shard).record
 
 
 def failed_shard(shard: ShardKey, *, error: str, attempts: int) -> ShardRecord:
@@ -201,18 +216,71 @@ def read_shard(store: Store, record: ShardRecord, *, columns: Sequence[str] | No
     where = store.url_of(record.key)
     data = store.find(record.key)
     if data is None:
-        raise StoreError("a data file of the library is missing", where=where, fix="build the library again")
+        raise StoreError("a data file of the library is missing", where=where, fix=_REBUILD)
     if len(data) != record.bytes or sha256_hex(data) != record.sha256:
         raise StoreError(
-            f"not the {record.bytes} bytes that the manifest names (it has {len(data)})", where=where, fix=_DAMAGED
+            f"damaged or replaced: not the {record.bytes} bytes that the manifest names (it has {len(data)})",
+            where=where,
+            fix=_REBUILD,
         )
     embedded, tables = _parsed(data, where=where, columns=columns)
     table = pa.concat_tables(tables)
     if embedded.shard != record.shard or table.num_rows != record.rows:
         raise StoreError(
-            f"holds {table.num_rows} rows of {embedded.shard}, not {record.rows} of {record.shard}", where=where
+            f"holds {table.num_rows} rows of {embedded.shard}, not {record.rows} of {record.shard}",
+            where=where,
+            fix=_REBUILD,
         )
     return table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """The whole file of a shard, or where to write one; and what is wrong with those in the way."""
+
+    key: str
+    record: ShardRecord | None
+    damaged: list[StoreError]
+
+
+def _place_of(store: Store, library: str, shard: ShardKey) -> _Place:
+    damaged: list[StoreError] = []
+    for repair in range(_REPAIRS + 1):
+        key = shard.key(library, repair=repair)
+        data = store.find(key)
+        if data is None:
+            return _Place(key=key, record=None, damaged=damaged)
+        try:
+            return _Place(key=key, record=_verified(data, key, shard, where=store.url_of(key)), damaged=damaged)
+        except StoreError as error:
+            damaged.append(error)
+    raise StoreError(
+        f"all {len(damaged)} data files of {shard} are damaged, so writing another will not help",
+        where=damaged[0].where,
+        fix="check the storage, then delete them and build again",
+    )
+
+
+def _verified(data: bytes, key: str, shard: ShardKey, *, where: str) -> ShardRecord:
+    """The record of a file found under the shard's key. Raises StoreError unless it is exactly what a writer stored."""
+    if _sealed(data) != data:
+        raise StoreError("damaged: its bytes do not have the hash that it states", where=where, fix=_REBUILD)
+    embedded, _ = _parsed(data, where=where, columns=[])
+    if embedded.shard != shard:
+        raise StoreError(f"holds the shard {embedded.shard}, not {shard}", where=where, fix=_REBUILD)
+    return _record(embedded, key, data)
+
+
+def _sealed(data: bytes) -> bytes:
+    """The file with the seal that it should have; empty where it has no place for one."""
+    start = data.rfind(_SEAL) + len(_SEAL)
+    end = start + _DIGITS
+    if start < len(_SEAL) or end > len(data):
+        return b""
+    digest = hashlib.sha256(memoryview(data)[:start])
+    digest.update(b"0" * _DIGITS)
+    digest.update(memoryview(data)[end:])
+    return b"".join((data[:start], digest.hexdigest().encode(), data[end:]))
 
 
 def _record(embedded: _Embedded, key: str, data: bytes) -> ShardRecord:
@@ -241,7 +309,7 @@ def _parsed(data: bytes, *, where: str, columns: Sequence[str] | None) -> tuple[
         raise StoreError(
             f"schema version {embedded.schema_version} with {file.metadata.num_rows} of {embedded.rows} rows",
             where=where,
-            fix=_DAMAGED,
+            fix=_REBUILD,
         )
     return embedded, _row_groups(file, where, TEMPLATE_SCHEMA.names if columns is None else list(columns))
 
@@ -260,9 +328,9 @@ def _damage_named(where: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        raise StoreError(f"not a whole Parquet file: {error}", where=where, fix=_DAMAGED) from error
+        raise StoreError(f"not a whole Parquet file: {error}", where=where, fix=_REBUILD) from error
     except (KeyError, ValidationError) as error:
-        raise StoreError("a Parquet file, but not a shard of a library", where=where, fix=_DAMAGED) from error
+        raise StoreError("a Parquet file, but not a shard of a library", where=where, fix=_REBUILD) from error
 
 
 def _stranger(shard: ShardKey, table: pa.Table) -> str:

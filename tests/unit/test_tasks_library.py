@@ -211,14 +211,15 @@ def test_a_quarantined_shard_is_not_tried_again(store):
     assert executor.calls == [8]
 
 
-def test_a_damaged_data_file_is_reported_and_the_others_are_reused(store):
+def test_a_damaged_data_file_is_made_anew_and_the_others_are_reused(store):
     manifest = build_library(small_spec(), store, InlineExecutor())
-    damaged = manifest.shards[1]
+    damaged, before = manifest.shards[1], open_library(store, "lib").read()
     store.put(damaged.key, b"PAR1 no more")
     seen = []
-    with pytest.raises(NoSolutionError, match=r"1 of 4 shards failed, .*delete the object"):
-        build_library(small_spec(), store, InlineExecutor(), on_progress=seen.append)
+    healed = build_library(small_spec(), store, InlineExecutor(), on_progress=seen.append)
     assert seen[0].reused == 3
+    assert (healed.version, healed.statistics["damaged_files"]) == (2, 1)
+    assert open_library(store, "lib").read().equals(before)
 
 
 def test_a_store_that_workers_do_not_share_is_noticed(store):
