@@ -11,6 +11,8 @@ from coral_core.errors import InputError
 
 INDEX: Final = "index.md"
 VERSION_DIGITS: Final = 20
+_ABSURD_VERSION: Final = 10**15
+"""No library gets there by counting, so the versions after it, for which keys have room, are never needed."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _HASH: Final = re.compile(r"[0-9a-f]{16,64}")
 _TIME_FORMAT: Final = "%Y%m%dT%H%M%S.%fZ"
@@ -21,13 +23,18 @@ def checked_name(name: str, what: str) -> str:
 
     Raises InputError, naming `what` it is.
     """
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise InputError(
             f"{name!r} cannot be a name in the store",
             where=what,
             fix="use letters, digits and . _ + -, starting with a letter or digit, at most 128",
         )
     return name
+
+
+def is_name(text: str) -> bool:
+    """Whether this can be a name in the store; what people and their tools leave beside our groups often cannot."""
+    return _NAME.fullmatch(text) is not None
 
 
 def slo_text(slo: Slo) -> str:
@@ -106,11 +113,11 @@ def manifest_key(library: str, version: int) -> str:
 
 
 def manifest_version(key: str) -> int | None:
-    """The version that a key of the manifests' group stands for; None where it is not a manifest's name."""
+    """The version that a key of the manifests' group stands for; None where no commit can have made such a key."""
     name = key.rsplit("/", 1)[-1]
     stem = name.removesuffix(".json")
     is_manifest = name != stem and len(stem) == VERSION_DIGITS and stem.isascii() and stem.isdigit()
-    return int(stem) if is_manifest and int(stem) > 0 else None
+    return int(stem) if is_manifest and 0 < int(stem) < _ABSURD_VERSION else None
 
 
 def fleet_group(fleet: str) -> str:

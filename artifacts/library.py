@@ -17,7 +17,7 @@ import pyarrow as pa
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from artifacts.canonical import canonical_json, parsed_object
-from artifacts.keys import checked_name, manifest_group, manifest_key, manifest_version
+from artifacts.keys import checked_name, is_name, manifest_group, manifest_key, manifest_version
 from artifacts.schemas import SCHEMA_VERSION, TEMPLATE_SCHEMA, checked_columns
 from artifacts.shards import ShardRecord, ShardStatus, read_shard
 from artifacts.store import Store
@@ -255,8 +255,8 @@ def list_versions(store: Store, library: str) -> list[int]:
 
 
 def list_libraries(store: Store) -> list[str]:
-    """Names of the libraries in the store that have a snapshot, sorted."""
-    return [name for name in store.list_groups("libraries") if list_versions(store, name)]
+    """Names of the libraries in the store that have a snapshot, sorted; groups with other names are not ours."""
+    return [name for name in store.list_groups("libraries") if is_name(name) and list_versions(store, name)]
 
 
 def _require_data_files(store: Store, draft: Manifest) -> None:

@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from artifacts.canonical import sha256_hex
+from artifacts.index import index_libraries
 from artifacts.keys import manifest_key
 from artifacts.library import (
     Manifest,
@@ -128,6 +129,25 @@ def test_versions_count_up_and_stay(store):
     assert list_versions(store, "lib") == [1, 2]
     assert open_library(store, "lib").models == ("m1", "m2")
     assert open_library(store, "lib", 1).models == ("m1",)
+
+
+def test_what_people_leave_beside_the_libraries_is_no_library(store):
+    commit(store, draft_of(shards_of(store)))
+    for name in ("My Lib", ".Trash-0", "lib~", "ä"):
+        store._objects.put(f"libraries/{name}/manifests/00000000000000000001.json", b"{}")
+    assert list_libraries(store) == ["lib"]
+    assert index_libraries(store, "lib")
+    with pytest.raises(InputError, match=r"\(it has lib; build"):
+        open_library(store, "other")
+
+
+@pytest.mark.parametrize("stray", ["99999999999999999999", "99999999999999999998", "00000999999999999999"])
+def test_an_absurd_version_stops_nobody(store, stray):
+    commit(store, draft_of(shards_of(store)))
+    store.put(f"libraries/lib/manifests/{stray}.json", b"{}")
+    committed = [commit(store, draft_of(shards_of(store))) for _ in range(3)]
+    assert len({manifest.version for manifest in committed}) == 3
+    assert open_library(store, "lib").manifest == committed[-1]
 
 
 def test_a_version_that_the_listing_lacks_is_found(store, monkeypatch):

@@ -65,6 +65,9 @@ def test_keys_are_laid_out_as_designed():
         ("m/7.json", None),
         ("m/0000000000000000000x.json", None),
         ("m/00000000000000000007", None),
+        ("m/99999999999999999999.json", None),
+        ("m/00000999999999999999.json", 10**15 - 1),
+        ("m/00001000000000000000.json", None),
     ],
 )
 def test_only_manifests_have_versions(key, version):
@@ -178,6 +181,20 @@ def test_a_plan_that_was_not_finished_is_none(store, monkeypatch):
     write_plan(store, "prod", later, plan=PLAN_DICT, decision=DECISION_DICT, report_md="new")
     assert list_plans(store, "prod") == [NOW, later]
     assert read_plan(store, "prod").report_md == "new"
+
+
+def test_what_people_leave_beside_the_plans_is_no_plan(store):
+    write_plan(store, "prod", NOW, plan=PLAN_DICT, decision=DECISION_DICT, report_md="r")
+    whole = store.get(f"{keys.plan_group('prod', NOW)}/{PLAN}")
+    own = keys.time_text(NOW)
+    for folder in ("backup", f"old/{own}", f"{own} (copy)", "20300102T030405.6Z", f"{own}.bak"):
+        store._objects.put(f"plans/prod/{folder}/{PLAN}", whole)
+    for path in (f"plans/prod/{PLAN}", "plans/My Fleet/x", "plans/.Trash-0/x"):
+        store._objects.put(path, whole)
+    assert list_plans(store, "prod") == [NOW]
+    assert read_plan(store, "prod").record.time == NOW
+    assert list_fleets(store) == ["prod"]
+    assert index_plans(store, "prod")
 
 
 def test_nothing_unstorable_is_half_written(store):
