@@ -151,7 +151,8 @@ def shard_templates(spec: ShardSpec, statistics: dict[str, float]) -> Iterator[P
     """The templates of a shard, verified, block by block so that memory stays bounded; `statistics` grows with each.
 
     Whether a template is dominated shows in the combinations that its own contains. A part of several places those too,
-    so that all parts together keep exactly what one part of all would; they count as `placed_besides`.
+    so that all parts together keep exactly what one part of all would; they count as `placed_besides` (8 parts of 206,197
+    combinations of 20 configurations place 1.7 times as many in all, 32 parts 2.4 times).
     Statistics: those of the placement method and its CPU time `solve_core_s`; `with_idle_nodes`, `dominated` (dropped).
     """
     counts = combinations(spec.table, n_max=spec.n_max, rho=spec.rho)
