@@ -32,17 +32,22 @@ def list_models(*, as_json: AsJson = False) -> None:
         rows.append(
             (
                 shape.name,
-                f"{facts['total_params'] / 1e9:.1f} B",
-                f"{facts['active_params'] / 1e9:.1f} B",
+                f"{facts['total_params'] / 1e9:.1f}",
+                f"{facts['active_params'] / 1e9:.1f}",
                 shape.layers,
-                _attention_text(shape),
+                _attention_text(shape).replace(", window", "\nwindow"),
                 f"{shape.moe.top_k}/{shape.moe.experts}" if shape.moe else "-",
                 facts["weight_bytes"] / 1e9,
                 ", ".join(f"{name}*" if name == shape.default_variant else name for name in shape.variants),
             )
         )
-    columns = ("model", "parameters", "active", "layers", "attention", "experts", "weights GB", "variants")
-    print_table("Models", columns, rows, note="* the default variant, whose weights are shown")
+    columns = ("model", "params B", "active B", "layers", "attention", "experts", "weights GB", "variants")
+    print_table(
+        "Models",
+        columns,
+        rows,
+        note="* the default variant, whose weights are shown; experts: used of all; window: tokens in so many layers",
+    )
 
 
 @app.command
