@@ -41,12 +41,12 @@ def list_models(*, as_json: AsJson = False) -> None:
                 ", ".join(f"{name}*" if name == shape.default_variant else name for name in shape.variants),
             )
         )
-    columns = ("model", "params B", "active B", "layers", "attention", "experts", "weights GB", "variants")
+    columns = ("model", "params B", "active B", "layers", "attention", "experts", "GB", "variants")
     print_table(
         "Models",
         columns,
         rows,
-        note="* the default variant, whose weights are shown; experts: used of all; window: tokens in so many layers",
+        note="* the default variant, whose weights take the GB shown; experts: used of all; window: tokens in so many layers",
     )
 
 
