@@ -1,6 +1,6 @@
 """Plan records: what was decided, why, and a report, such that a plan can be replayed exactly.
 
-plan.json is written last and holds the hashes of the others: where it is, the record is whole.
+plan.json is written last and holds the hashes of the others and of its own plan: where it is, the record is whole.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from artifacts.canonical import canonical_json, parsed_object, sha256_hex
 from artifacts.keys import fleet_group, is_name, parse_time, plan_group, time_text
@@ -20,7 +20,9 @@ from coral_core.errors import InputError, StoreError
 PLAN: Final = "plan.json"
 DECISION: Final = "decision.json"
 REPORT: Final = "report.md"
-_SCHEMA_VERSION: Final = 1
+_SCHEMA_VERSION: Final = 2
+_DAMAGED: Final = "the plan is damaged or foreign: remove its folder, or name another plan's time"
+_OPEN: Final = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +46,56 @@ class StoredPlan:
     report_md: str
 
 
+class _Instance(BaseModel):
+    """What whoever goes on from a plan needs of one template in one region."""
+
+    model_config = _OPEN
+
+    template: str
+    region: str
+    count: int = Field(ge=1)
+
+
+class _Shortfall(BaseModel):
+    model_config = _OPEN
+
+    model: str
+    phase: str
+    frac: float
+
+
+class _Plan(BaseModel):
+    """What every reader of a plan relies upon; there is more in it."""
+
+    model_config = _OPEN
+
+    scenario: str
+    status: str
+    cost_usd_per_h: float
+    churn_usd_per_h: float
+    objective_usd_per_h: float
+    instances: tuple[_Instance, ...]
+    shortfall: tuple[_Shortfall, ...]
+
+
+class _Snapshot(BaseModel):
+    model_config = _OPEN
+
+    name: str
+    version: int = Field(ge=1)
+
+
+class _Decision(BaseModel):
+    """What every reader of a decision relies upon; there is more in it."""
+
+    model_config = _OPEN
+
+    library: _Snapshot
+    explanation: Mapping[str, JsonValue]
+
+
 class _PlanFile(BaseModel):
-    """plan.json: the plan, and the hashes of the files beside it."""
+    """plan.json: the plan with its hash, and the hashes of the files beside it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -53,6 +103,7 @@ class _PlanFile(BaseModel):
     fleet: str
     time: AwareDatetime
     sha256: Mapping[str, str]
+    plan_sha256: str
     plan: Mapping[str, JsonValue]
 
 
@@ -67,12 +118,24 @@ def write_plan(
 ) -> PlanRecord:
     """Record a plan; repeating the same call is harmless.
 
-    Raises InputError for content that JSON cannot hold exactly (NaN, unknown types; the key path is named),
-    StoreConflictError where another plan has the same fleet and time.
+    Raises InputError for content that JSON cannot hold exactly (NaN, unknown types) and where something is missing that
+    readers rely upon (the key path is named), StoreConflictError where another plan has the same fleet and time.
     """
+    content = canonical_json(plan)
+    for shape, data, where in ((_Plan, content, "plan"), (_Decision, canonical_json(decision), "decision")):
+        lacks = _lacks(shape, data)
+        if lacks:
+            raise InputError(lacks, where=where)
     beside = {DECISION: canonical_json(decision), REPORT: report_md.encode()}
     hashes = {name: sha256_hex(data) for name, data in beside.items()}
-    whole = {"schema_version": _SCHEMA_VERSION, "fleet": fleet, "time": time, "sha256": hashes, "plan": plan}
+    whole = {
+        "schema_version": _SCHEMA_VERSION,
+        "fleet": fleet,
+        "time": time,
+        "sha256": hashes,
+        "plan_sha256": sha256_hex(content),
+        "plan": plan,
+    }
     files = {**beside, PLAN: canonical_json(whole)}
     record = _record(store, fleet, time, {**hashes, PLAN: sha256_hex(files[PLAN])})
     for name, data in files.items():
@@ -83,7 +146,8 @@ def write_plan(
 def read_plan(store: Store, fleet: str, time: datetime | None = None) -> StoredPlan:
     """The plan of this time, the latest where None, checked against its hashes.
 
-    Raises InputError where there is none, StoreError where a file is missing, changed or foreign.
+    Raises InputError where there is none, StoreError where a file is missing, changed or foreign, or lacks something
+    that readers rely upon.
     """
     if time is None:
         times = list_plans(store, fleet)
@@ -95,22 +159,25 @@ def read_plan(store: Store, fleet: str, time: datetime | None = None) -> StoredP
     data = store.find(key)
     if data is None:
         raise InputError(f"fleet {fleet} has no plan of {time_text(time)}", where=where, fix="list the plans' times")
-    parsed_object(data, where=where)
-    try:
-        file = _PlanFile.model_validate_json(data, strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise StoreError(
-            f"{'.'.join(map(str, first['loc']))}: {first['msg']}", where=where, fix="the plan is damaged or foreign"
-        ) from error
-    if (
-        file.schema_version != _SCHEMA_VERSION
-        or (file.fleet, file.time) != (fleet, time)
-        or set(file.sha256) != {DECISION, REPORT}
-    ):
-        raise StoreError(f"is not the plan of {fleet} at {time_text(time)} in a known version", where=where)
+    stated = parsed_object(data, where=where)
+    if stated.get("schema_version") != _SCHEMA_VERSION:
+        version = stated.get("schema_version")
+        raise StoreError(f"has schema version {version!r}, not {_SCHEMA_VERSION}", where=where, fix=_DAMAGED)
+    lacks = _lacks(_PlanFile, data)
+    if lacks:
+        raise StoreError(lacks, where=where, fix=_DAMAGED)
+    file = _PlanFile.model_validate_json(data, strict=True)
+    if (file.fleet, file.time) != (fleet, time) or set(file.sha256) != {DECISION, REPORT}:
+        raise StoreError(f"is not the plan of {fleet} at {time_text(time)}", where=where, fix=_DAMAGED)
+    content = canonical_json(stated["plan"])
+    if sha256_hex(content) != file.plan_sha256:
+        raise StoreError("its plan is not the one that was recorded: it was changed later", where=where, fix=_DAMAGED)
     record = _record(store, fleet, time, {**file.sha256, PLAN: sha256_hex(data)})
     beside = {name: _verified(store, record, name) for name in (DECISION, REPORT)}
+    for shape, text, name in ((_Plan, content, PLAN), (_Decision, beside[DECISION], DECISION)):
+        lacks = _lacks(shape, text)
+        if lacks:
+            raise StoreError(lacks, where=record.urls[name], fix=_DAMAGED)
     return StoredPlan(
         record=record,
         plan=file.plan,
@@ -151,8 +218,18 @@ def _record(store: Store, fleet: str, time: datetime, sha256: Mapping[str, str])
     return PlanRecord(fleet=fleet, time=time, keys=keys, urls=urls, sha256=sha256)
 
 
+def _lacks(shape: type[BaseModel], data: bytes) -> str:
+    """The first thing in the JSON that is not as `shape` has it, with its key path; empty where all is."""
+    try:
+        shape.model_validate_json(data, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return ""
+
+
 def _verified(store: Store, record: PlanRecord, name: str) -> bytes:
     data = store.get(record.keys[name])
     if sha256_hex(data) != record.sha256[name]:
-        raise StoreError("is not what its plan.json names", where=record.urls[name], fix="the file was changed later")
+        raise StoreError("is not what its plan.json names", where=record.urls[name], fix=_DAMAGED)
     return data

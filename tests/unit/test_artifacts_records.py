@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from datetime import UTC, date, datetime, timedelta
 from pathlib import PurePosixPath
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from artifacts import keys
-from artifacts.canonical import canonical_json, parsed_object
+from artifacts.canonical import canonical_json, parsed_object, sha256_hex
 from artifacts.diff import diff_libraries
 from artifacts.index import index_libraries, index_plans
 from artifacts.library import commit, draft_manifest, open_library
@@ -23,8 +24,17 @@ from coral_core.errors import InputError, StoreConflictError, StoreError
 from tests.fakes.artifact_cases import capacity_table, rows_of, shard_key_of
 
 NOW = datetime(2030, 1, 2, 3, 4, 5, 678, tzinfo=UTC)
-PLAN_DICT = {"cost_usd_per_h": np.float64(0.1) + 0.2, "instances": [{"template": "t", "count": np.int64(2)}]}
-DECISION_DICT = {"bound_usd_per_h": 0.3, "inputs": {"library": "a" * 64}}
+PLAN_DICT = {
+    "scenario": "tiny",
+    "status": "optimal",
+    "cost_usd_per_h": np.float64(0.1) + 0.2,
+    "churn_usd_per_h": 0,
+    "objective_usd_per_h": 0.3,
+    "instances": [{"template": "t", "region": "r", "count": np.int64(2)}],
+    "shortfall": [{"model": "m", "phase": "decode", "frac": 0.25, "tokens_per_s": 1e-5}],
+    "more": [1e22, -0.0, 2**60, "é\u2028"],
+}
+DECISION_DICT = {"explanation": {"limits": []}, "library": {"name": "lib", "version": 1}, "bound_usd_per_h": 0.3}
 
 
 @pytest.fixture
@@ -140,7 +150,8 @@ def test_a_plan_is_read_back_exactly(store):
     stored = read_plan(store, "prod")
     assert stored == read_plan(store, "prod", NOW)
     assert stored.record == record
-    assert stored.plan == {"cost_usd_per_h": 0.1 + 0.2, "instances": [{"template": "t", "count": 2}]}
+    assert stored.plan == PLAN_DICT
+    assert stored.plan["cost_usd_per_h"] == 0.1 + 0.2
     assert stored.decision == DECISION_DICT
     assert stored.report_md == "# Résumé\n"
     assert record.keys[PLAN] == "plans/prod/20300102T030405.000678Z/plan.json"
@@ -158,8 +169,8 @@ def test_repeating_a_write_is_harmless_and_another_plan_is_a_conflict(store):
     for _ in range(2):
         write_plan(store, "prod", NOW, plan=PLAN_DICT, decision=DECISION_DICT, report_md="r")
     with pytest.raises(StoreConflictError):
-        write_plan(store, "prod", NOW, plan={**PLAN_DICT, "more": 1}, decision=DECISION_DICT, report_md="r")
-    assert "more" not in read_plan(store, "prod").plan
+        write_plan(store, "prod", NOW, plan={**PLAN_DICT, "later": 1}, decision=DECISION_DICT, report_md="r")
+    assert "later" not in read_plan(store, "prod").plan
 
 
 def test_a_plan_that_was_not_finished_is_none(store, monkeypatch):
@@ -200,6 +211,11 @@ def test_what_people_leave_beside_the_plans_is_no_plan(store):
 def test_nothing_unstorable_is_half_written(store):
     with pytest.raises(InputError, match="cost"):
         write_plan(store, "prod", NOW, plan={"cost": float("nan")}, decision=DECISION_DICT, report_md="r")
+    for part, lacking in (("plan", "instances"), ("plan", "shortfall"), ("decision", "library")):
+        content = {"plan": PLAN_DICT, "decision": DECISION_DICT}
+        content[part] = {key: value for key, value in content[part].items() if key != lacking}
+        with pytest.raises(InputError, match=f"^{part}: {lacking}: Field required"):
+            write_plan(store, "prod", NOW, **content, report_md="r")
     assert store.list_keys("") == []
 
 
@@ -214,9 +230,13 @@ def test_absent_and_damaged_plans_are_told(store):
         (REPORT, b"other", r"report\.md: is not what its plan\.json names"),
         (DECISION, whole[DECISION][:-1], "is not what its plan"),
         (PLAN, whole[PLAN][:-1], "not valid JSON"),
-        (PLAN, b"{}", "Field required"),
+        (PLAN, b"{}", "schema version None, not 2"),
+        (PLAN, b'{"schema_version":2}', "fleet: Field required"),
+        (PLAN, whole[PLAN].replace(b'"count":2', b'"count":3'), "not the one that was recorded"),
+        (PLAN, whole[PLAN].replace(b'"region":"r"', b'"region":"q"'), "not the one that was recorded"),
+        (PLAN, whole[PLAN].replace(b'"instances"', b'"instance"'), "not the one that was recorded"),
         (PLAN, whole[PLAN].replace(b'"fleet":"prod"', b'"fleet":"test"'), "is not the plan of prod"),
-        (PLAN, whole[PLAN].replace(b'"schema_version":1', b'"schema_version":2'), "in a known version"),
+        (PLAN, whole[PLAN].replace(b'"schema_version":2', b'"schema_version":1'), "schema version 1, not 2"),
     ]
     for name, data, message in damages:
         assert data != whole[name]
@@ -224,6 +244,14 @@ def test_absent_and_damaged_plans_are_told(store):
         with pytest.raises(StoreError, match=message):
             read_plan(store, "prod")
         store.put(record.keys[name], whole[name])
+    # Hashes that somebody made to fit do not make it a plan that callers can read.
+    for lacking in ("instances", "scenario"):
+        part = {key: value for key, value in PLAN_DICT.items() if key != lacking}
+        forged = {**json.loads(whole[PLAN]), "plan": part, "plan_sha256": sha256_hex(canonical_json(part))}
+        store.put(record.keys[PLAN], canonical_json(forged))
+        with pytest.raises(StoreError, match=rf"plan\.json: {lacking}: Field required"):
+            read_plan(store, "prod")
+    store.put(record.keys[PLAN], whole[PLAN])
     store.delete(record.keys[REPORT])
     with pytest.raises(StoreError, match="no such object"):
         read_plan(store, "prod")
@@ -282,7 +310,9 @@ def test_index_pages_say_what_lies_there(store):
     assert "[lib](lib/index.md) | 2 |" in store.get("libraries/index.md").decode()
     assert "libraries/index.md" in store.get("index.md").decode()
     for minutes in range(22):
-        write_plan(store, "prod", NOW + timedelta(minutes=minutes), plan=PLAN_DICT, decision={}, report_md="r")
+        write_plan(
+            store, "prod", NOW + timedelta(minutes=minutes), plan=PLAN_DICT, decision=DECISION_DICT, report_md="r"
+        )
     assert index_plans(store, "prod")
     assert list_fleets(store) == ["prod"]
     page = store.get("plans/prod/index.md").decode()
