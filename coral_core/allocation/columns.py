@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from coral_core.allocation.assess import running_counts
 from coral_core.allocation.check import MAX_COUNT
 from coral_core.allocation.coverage import Bools, Coverage, Floats, Ints, fraction
-from coral_core.domain.allocation import AllocationProblem
+from coral_core.domain.allocation import AllocationProblem, TemplateColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,19 @@ class Columns:
             upper=self.upper[chosen],
             old=self.old[chosen],
         )
+
+
+def with_templates(problem: AllocationProblem, kept: Ints) -> AllocationProblem:
+    """The problem with these of its templates alone, in this order."""
+    templates, index = problem.templates, kept.tolist()
+    taken = TemplateColumns(
+        ids=tuple(templates.ids[i] for i in index),
+        models=tuple(templates.models[i] for i in index),
+        phases=tuple(templates.phases[i] for i in index),
+        nodes=templates.nodes[kept],
+        throughput=templates.throughput[kept],
+    )
+    return replace(problem, templates=taken)
 
 
 def columns_of(problem: AllocationProblem, coverage: Coverage, keep: Bools) -> Columns:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from coral_core.allocation.columns import Columns
+from coral_core.allocation.columns import Columns, with_templates
 from coral_core.allocation.cover import CoverProblem, Items, cover, joined
-from coral_core.allocation.coverage import Bools, Coverage, Group, fraction
+from coral_core.allocation.coverage import Bools, Coverage, Group, coverage_of, fraction
 from coral_core.allocation.formulation import formulate
 from coral_core.allocation.fronts import Fronts
 from coral_core.allocation.stages import Plan, Staged, StagedSolve
@@ -64,15 +64,19 @@ def solve_blocks(
     blocks = asking_blocks(problem, coverage)
     share = effort.within(0.4)
     solved, columns = [], 0
+    counts = np.zeros((len(problem.templates), len(problem.regions)), dtype=np.int64)
+    used = np.zeros_like(problem.available)
     for number, rows in enumerate(blocks):
         by_region = any(row in pair for pair in coverage.pairs for row in rows)
-        own = fronts.columns(rows, by_region=by_region)
-        columns += len(own)
-        block = Block(problem=problem, coverage=coverage, columns=own, rows=rows, by_region=by_region)
-        solved.append(_solve_block(block, solver, share.within(1 / (len(blocks) - number))))
-    counts = np.zeros((len(problem.templates), len(problem.regions)), dtype=np.int64)
-    for staged in solved:
-        counts += staged.plan.counts
+        picked = fronts.columns(rows, by_region=by_region)
+        columns += len(picked)
+        kept, own = np.unique(picked.template, return_inverse=True)
+        block = Block.of(with_templates(problem, kept), replace(picked, template=own), rows, by_region=by_region)
+        use_cover = len(problem.templates) >= COVER_FROM_TEMPLATES
+        staged = _solve_block(block, solver, share.within(1 / (len(blocks) - number)), use_cover=use_cover)
+        solved.append(staged)
+        counts[kept] += staged.plan.counts
+        used += staged.plan.counts.T @ block.problem.templates.nodes
     plan = Plan(
         counts=counts,
         deficit=sum(block.plan.deficit for block in solved),
@@ -85,9 +89,6 @@ def solve_blocks(
         deficit_bound=math.fsum(block.deficit_bound for block in solved),
         shortfall_bound=math.fsum(block.shortfall_bound for block in solved),
     )
-    t, r = np.nonzero(counts)
-    used = np.zeros_like(problem.available)
-    np.add.at(used, r, problem.templates.nodes[t] * counts[t, r][:, None])
     return Blocks(
         staged=staged,
         settled=bool((used <= problem.available).all()),
@@ -96,13 +97,13 @@ def solve_blocks(
     )
 
 
-def _solve_block(block: Block, solver: Solver, effort: Effort) -> Staged:
+def _solve_block(block: Block, solver: Solver, effort: Effort, *, use_cover: bool) -> Staged:
     """By dynamic program where the block is of that kind and it gets within the gap, else by integer program."""
     formulation = formulate(block.problem, block.coverage, block.columns, rows=block.rows, capacity=False)
     solve = StagedSolve(
         problem=block.problem, coverage=block.coverage, formulation=formulation, rows=block.rows, solver=solver
     )
-    if len(block.problem.templates) < COVER_FROM_TEMPLATES or not block.coverable:
+    if not (use_cover and block.coverable):
         return solve.run(effort)
     found = cover(block.cover_problem(), gap_frac=effort.gap_frac)
     if found.plan is None:
@@ -127,6 +128,11 @@ class Block:
     columns: Columns
     rows: tuple[int, ...]
     by_region: bool
+
+    @classmethod
+    def of(cls, problem: AllocationProblem, columns: Columns, rows: tuple[int, ...], *, by_region: bool) -> Block:
+        """A block of a problem that holds its templates alone."""
+        return cls(problem=problem, coverage=coverage_of(problem), columns=columns, rows=rows, by_region=by_region)
 
     @property
     def groups(self) -> list[Group]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from coral_core.allocation.assess import running_instances
-from coral_core.allocation.columns import Columns, columns_of
+from coral_core.allocation.columns import Columns, columns_of, with_templates
 from coral_core.allocation.cover import completions
 from coral_core.allocation.coverage import Coverage, Floats, Ints, coverage_of, fraction, weight_unit
 from coral_core.allocation.decompose import asking_blocks
@@ -26,7 +26,7 @@ from coral_core.allocation.fronts import Fronts
 from coral_core.allocation.reduce import dominated
 from coral_core.allocation.stages import Plan, Staged, StagedSolve, plan_of
 from coral_core.allocation.wide import Effort
-from coral_core.domain.allocation import AllocationProblem, TemplateColumns
+from coral_core.domain.allocation import AllocationProblem
 from coral_core.solver.program import Solver
 
 WIDE_FROM_COLUMNS = 4_000
@@ -53,13 +53,16 @@ def solve_joint(problem: AllocationProblem, fronts: Fronts, solver: Solver, effo
     if int(fits.sum()) <= WIDE_FROM_COLUMNS:
         return None
     kept = np.flatnonzero(fits.any(axis=1))
-    small = replace(problem, templates=_taken(problem.templates, kept))
+    small = with_templates(problem, kept)
     coverage = coverage_of(small)
     fronts = Fronts.of(small, coverage)
     blocks = [priced_block(fronts, rows) for rows in asking_blocks(small, coverage)]
     if not all(block.coverable for block in blocks):
         return None
-    lost = {i for block in blocks if not block.cover_problem().servable for i in block.rows}
+    idle = [block for block in blocks if not block.cover_problem().servable]
+    if any(len(block.rows) > 1 and not block.by_region for block in idle):
+        return None  # one of its rows may be served without the other
+    lost = {i for block in idle for i in block.rows}
     if lost:
         # what nothing that fits can serve is lost whatever the rest does; the rest may still be served in full
         small = replace(small, demand=tuple(row for i, row in enumerate(small.demand) if i not in lost))
@@ -79,17 +82,6 @@ def solve_joint(problem: AllocationProblem, fronts: Fronts, solver: Solver, effo
     return replace(found, staged=replace(found.staged, plan=whole, shortfall_bound=shortfall_bound))
 
 
-def _taken(templates: TemplateColumns, kept: Ints) -> TemplateColumns:
-    index = kept.tolist()
-    return TemplateColumns(
-        ids=tuple(templates.ids[i] for i in index),
-        models=tuple(templates.models[i] for i in index),
-        phases=tuple(templates.phases[i] for i in index),
-        nodes=templates.nodes[kept],
-        throughput=templates.throughput[kept],
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Growing:
     """Programs on more and more columns."""
@@ -101,7 +93,7 @@ class _Growing:
 
     def run(self, effort: Effort) -> Joint:
         least = bound_if_used(self.tolls)
-        template, region = np.nonzero(np.isfinite(least))
+        template, region = np.nonzero(np.isfinite(self.tolls.fronts.rent_usd_per_h))
         bounds = least[template, region]
         order = np.argsort(bounds, kind="stable")
         template, region, bounds = template[order], region[order], bounds[order]
