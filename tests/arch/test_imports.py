@@ -19,6 +19,7 @@ ADAPTERS = {
     "boto3": ["coral_core/cloud/aws.py"],
     "botocore": ["coral_core/cloud/aws.py"],
     "cyclopts": ["coral_core/cli/*"],
+    "google": ["coral_core/cloud/gcp.py"],
     "gurobipy": ["coral_core/solver/gurobi.py"],
     "highspy": ["coral_core/solver/highs.py"],
     "jinja2": ["coral_core/report/*"],
@@ -33,7 +34,7 @@ ADAPTERS = {
 }
 """Library -> the files that may import it, as patterns of paths from the root."""
 
-EXTRAS = ("prefect", "ray", "boto3", "botocore", "gurobipy", "zmq", "jinja2", "pandas", "torch", "vllm")
+EXTRAS = ("google", "prefect", "ray", "boto3", "botocore", "gurobipy", "zmq", "jinja2", "pandas", "torch", "vllm")
 """Libraries that the base install lacks."""
 
 HELP_FORBIDDEN = (*EXTRAS, "numba", "llvmlite", "highspy", "numpy", "pyarrow", "obstore", "pydantic", "yaml")

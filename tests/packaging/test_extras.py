@@ -23,7 +23,7 @@ def resolve(repository: Path, *extras: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
 
 
-@pytest.mark.parametrize("extra", ["flows", "aws", "gurobi", "serve", "report", "dev", "vllm"])
+@pytest.mark.parametrize("extra", ["flows", "aws", "gcp", "gurobi", "serve", "report", "dev", "vllm"])
 def test_an_extra_resolves(repository, extra):
     done = resolve(repository, extra)
     assert done.returncode == 0, done.stderr
@@ -32,7 +32,7 @@ def test_an_extra_resolves(repository, extra):
 
 
 def test_the_orchestrator_resolves_with_all_it_uses(repository):
-    done = resolve(repository, "flows", "aws", "gurobi", "serve", "report", "dev")
+    done = resolve(repository, "flows", "aws", "gcp", "gurobi", "serve", "report", "dev")
     assert done.returncode == 0, done.stderr
 
 
