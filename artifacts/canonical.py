@@ -32,14 +32,14 @@ def sha256_hex(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def parsed_object(data: bytes, *, where: str) -> dict[str, Any]:
-    """The JSON object in `data`. Raises StoreError at `where` for anything else."""
+def parsed_object(data: bytes, *, where: str, fix: str = "the object is damaged or foreign") -> dict[str, Any]:
+    """The JSON object in `data`. Raises StoreError at `where`, with this fix, for anything else."""
     try:
         value = json.loads(data)
     except ValueError as error:
-        raise StoreError(f"not valid JSON: {error}", where=where, fix="the object is damaged or foreign") from error
+        raise StoreError(f"not valid JSON: {error}", where=where, fix=fix) from error
     if not isinstance(value, dict):
-        raise StoreError("not a JSON object", where=where, fix="the object is damaged or foreign")
+        raise StoreError("not a JSON object", where=where, fix=fix)
     return value
 
 

@@ -10,7 +10,7 @@ from artifacts.keys import fleet_group, index_key, library_group, manifest_key, 
 from artifacts.library import list_libraries, list_versions, read_manifest
 from artifacts.plans import DECISION, PLAN, REPORT, list_fleets, list_plans
 from artifacts.store import Store
-from coral_core.errors import CoralError
+from coral_core.errors import CoralError, StoreError
 
 _LOG: Final = logging.getLogger(__name__)
 _NEWEST: Final = 20
@@ -66,14 +66,16 @@ def _libraries_page(store: Store) -> str:
 
 def _library_page(store: Store, library: str) -> str:
     versions = list_versions(store, library)
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for version in reversed(versions[-_NEWEST:]):
-        manifest = read_manifest(store, library, version)
-        link = manifest_key(library, version).removeprefix(f"{library_group(library)}/")
+        link = f"[{version}]({manifest_key(library, version).removeprefix(f'{library_group(library)}/')})"
+        try:
+            manifest = read_manifest(store, library, version)
+        except StoreError:
+            rows.append((link, "", "", "", "damaged"))
+            continue
         state = f"partial: {manifest.shards_failed} shards failed" if manifest.partial else "whole"
-        rows.append(
-            (f"[{version}]({link})", time_text(manifest.created_at), manifest.rows, manifest.shards_present, state)
-        )
+        rows.append((link, time_text(manifest.created_at), manifest.rows, manifest.shards_present, state))
     return (
         f"# Library {library}\n\n"
         "One row of the Parquet files under data/ is one serving template. A snapshot is the files that its manifest "

@@ -26,7 +26,10 @@ from coral_core.errors import InputError, NoSolutionError, StoreConflictError, S
 
 _IN_FLIGHT: Final = 8
 _COMMIT_ATTEMPTS: Final = 50
-_DAMAGED: Final = "the manifest is damaged or foreign: remove it, or open another version"
+_DAMAGED: Final = (
+    "this manifest is damaged or foreign: remove this object, which leaves the version before it as the newest, "
+    "or name an older version (--library-version, show --version)"
+)
 
 
 class Manifest(BaseModel):
@@ -224,7 +227,7 @@ def read_manifest(store: Store, library: str, version: int) -> Manifest:
     if data is None:
         versions = ", ".join(map(str, list_versions(store, library))) or "none"
         raise InputError(f"library {library} has no version {version}", where=where, fix=f"it has {versions}")
-    stated = parsed_object(data, where=where).get("schema_version")
+    stated = parsed_object(data, where=where, fix=_DAMAGED).get("schema_version")
     if isinstance(stated, int) and stated > SCHEMA_VERSION:
         raise StoreError(f"written by a newer coral (schema version {stated})", where=where, fix="update coral")
     try:
@@ -235,7 +238,7 @@ def read_manifest(store: Store, library: str, version: int) -> Manifest:
         raise StoreError(f"{place}: {first['msg']}", where=where, fix=_DAMAGED) from error
     if (manifest.library, manifest.version) != (library, version):
         raise StoreError(
-            f"is of library {manifest.library} version {manifest.version}", where=where, fix="it was moved here"
+            f"is of library {manifest.library} version {manifest.version}, moved here", where=where, fix=_DAMAGED
         )
     return manifest
 

@@ -159,7 +159,7 @@ def read_plan(store: Store, fleet: str, time: datetime | None = None) -> StoredP
     data = store.find(key)
     if data is None:
         raise InputError(f"fleet {fleet} has no plan of {time_text(time)}", where=where, fix="list the plans' times")
-    stated = parsed_object(data, where=where)
+    stated = parsed_object(data, where=where, fix=_DAMAGED)
     if stated.get("schema_version") != _SCHEMA_VERSION:
         version = stated.get("schema_version")
         raise StoreError(f"has schema version {version!r}, not {_SCHEMA_VERSION}", where=where, fix=_DAMAGED)
@@ -181,7 +181,7 @@ def read_plan(store: Store, fleet: str, time: datetime | None = None) -> StoredP
     return StoredPlan(
         record=record,
         plan=file.plan,
-        decision=parsed_object(beside[DECISION], where=record.urls[DECISION]),
+        decision=parsed_object(beside[DECISION], where=record.urls[DECISION], fix=_DAMAGED),
         report_md=beside[REPORT].decode(),
     )
 

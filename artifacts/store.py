@@ -131,10 +131,13 @@ class Store:
     def check(self) -> None:
         """Write, read and remove a probe, and see that put-if-absent refuses: some S3 servers silently overwrite.
 
-        Raises StoreError where the store is not fit for use.
+        A few requests: for whoever will write after long work. Raises StoreError where the store is not fit for use.
         """
         key = f"probes/{uuid.uuid4().hex}"
-        self.put_if_absent(key, b"first")
+        try:
+            self.put_if_absent(key, b"first")
+        except StoreError as error:
+            raise StoreError(f"the store cannot be written: {error.what}", where=self.url, fix=error.fix) from error
         try:
             self.put_if_absent(key, b"second")
         except StoreConflictError:

@@ -229,8 +229,9 @@ class Build:
     def run(self, executor: Executor, indices: Sequence[int] | None = None) -> None:
         """Solve the missing shards (those of `indices` only) and record each; one that fails is tried once more.
 
-        Never raises for a shard's own failure. Shards whose worker died have had their further tries already.
+        Never raises for a shard's own failure; StoreError where the store cannot be written. Shards whose worker died have had their further tries already.
         """
+        self.store.check()  # before the work, not after it
         chosen = set(range(len(self.shards)) if indices is None else indices)
         for _ in range(1 + SHARD_RETRIES):
             todo = [index for index in self.missing if index in chosen]

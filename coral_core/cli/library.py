@@ -12,7 +12,7 @@ from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
 from coral_core.cli.work import choose_executor, library_progress, open_configured_store, resolved_scenario
 from coral_core.config.scenario import LibraryMethod
-from coral_core.errors import unknown_name
+from coral_core.errors import StoreError, unknown_name
 from coral_core.report.figures import stages_text, throughput_text
 
 app = App(name="library", help="Build, list, show and compare template libraries.")
@@ -69,14 +69,19 @@ def build(
 
 
 @app.command(name="list")
-def list_all(*, store: StoreUrl = None, as_json: AsJson = False) -> None:
-    """List the libraries in the store and their newest version."""
+def list_all(*, store: StoreUrl = None, as_json: AsJson = False) -> int:
+    """List the libraries in the store and their newest version (exit code 6 where one cannot be read)."""
     from artifacts.library import list_libraries, list_versions, open_library
 
     opened = open_configured_store(store)
     found = []
+    damaged = []
     for name in list_libraries(opened):
-        manifest = open_library(opened, name).manifest
+        try:
+            manifest = open_library(opened, name).manifest
+        except StoreError as error:
+            damaged.append(f"library {name}: {error}")
+            continue
         found.append(
             {
                 "library": name,
@@ -90,9 +95,12 @@ def list_all(*, store: StoreUrl = None, as_json: AsJson = False) -> None:
         )
     if as_json:
         print_json(found)
-        return
-    columns = ("library", "newest version", "versions", "templates", "shards", "failed", "created")
-    print_table(f"Libraries in {opened.url}", columns, [tuple(item.values()) for item in found])
+    else:
+        columns = ("library", "newest version", "versions", "templates", "shards", "failed", "created")
+        print_table(f"Libraries in {opened.url}", columns, [tuple(item.values()) for item in found])
+    for text in damaged:
+        print_note(text)
+    return StoreError.exit_code if damaged else 0
 
 
 @app.command

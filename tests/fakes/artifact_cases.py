@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import numpy as np
 import pyarrow as pa
 
 from artifacts.canonical import sha256_hex
-from artifacts.shards import ShardKey
+from artifacts.library import Manifest, draft_manifest
+from artifacts.shards import ShardKey, ShardRecord, write_shard
+from artifacts.store import Store
 from artifacts.templates import template_table
 from coral_core.domain.capacity import CapacityTable
 from coral_core.domain.placement import PlacedCombinations
@@ -94,3 +98,35 @@ def rows_of(table: CapacityTable, n: int, *, seed: int = 0) -> pa.Table:
     made = template_table(table, placements(table, 2 * n + 20, seed=seed))
     first = {id_: i for i, id_ in reversed(list(enumerate(made["template_id"].to_pylist())))}
     return made.take(pa.array(sorted(first.values())[:n], pa.int64()))
+
+
+def shards_of(store: Store, *, models=("m1", "m2"), phases=(Phase.PREFILL, Phase.DECODE), parts=2) -> list[ShardRecord]:
+    """Ten rows in every shard, stored in the library `lib`; those that are there already are reused."""
+    return [
+        write_shard(
+            store,
+            "lib",
+            shard_key_of(table, part=part, parts=parts),
+            rows_of(table, 10, seed=part),
+            statistics={"solve_s": 0.5},
+        )
+        for model in models
+        for phase in phases
+        for table in [capacity_table(model=model, phase=phase)]
+        for part in range(parts)
+    ]
+
+
+def draft_of(shards: list[ShardRecord], **changes) -> Manifest:
+    """A draft of all these shards in the library `lib`, unless changed."""
+    given = {
+        "library": "lib",
+        "shards": shards,
+        "shards_expected": len(shards),
+        "created_at": datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC),
+        "code_version": "1.2.3",
+        "inputs": {"catalog": "abc"},
+        "parameters": {"n_max": np.int64(4), "phases": [Phase.DECODE]},
+        "statistics": {"solve_s": 1.5},
+    }
+    return draft_manifest(**{**given, **changes})

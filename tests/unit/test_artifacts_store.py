@@ -104,6 +104,21 @@ def test_a_store_that_ignores_preconditions_is_unfit(monkeypatch):
     assert store.list_keys("") == []
 
 
+def test_a_store_that_cannot_be_written_is_unfit(tmp_path):
+    (tmp_path / "probes").write_text("a file where the probe wants a folder")  # stops root too, unlike rights
+    store = open_store(str(tmp_path))
+    with pytest.raises(StoreError, match=rf"^{store.url}: the store cannot be written: "):
+        store.check()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_only_be_read_is_unfit(tmp_path):
+    store = open_store(str(tmp_path))
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreError, match=r"cannot be written: permission denied .*right to read and write the folder"):
+        store.check()
+
+
 def test_a_store_that_changes_bytes_is_unfit(monkeypatch):
     store = open_store("memory://mangling")
     monkeypatch.setattr(Store, "get", lambda self, key: b"5;chunk-signature")
