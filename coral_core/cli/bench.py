@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from coral_core.cli.options import AsJson, ScenarioName
+from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
-from coral_core.cli.work import library_progress, resolved_scenario
+from coral_core.cli.work import library_progress, open_configured_store, resolved_scenario
 from coral_core.config.scenario import LibraryMethod
 from coral_core.errors import SolverError
 
@@ -61,6 +61,60 @@ def library(
         print_note(f"the methods disagree on {report.ilp_sample.different} combinations: please report this as a bug")
         return SolverError.exit_code
     return 0
+
+
+@app.command
+def allocation(
+    *,
+    scenario: ScenarioName = "tiny",
+    mode: Annotated[
+        Literal["paper", "full"],
+        Parameter(help="`full`: aggregated templates compete, prefill and decode share a region."),
+    ] = "paper",
+    gap_frac: Annotated[float, Parameter(help="Relative gap to prove.")] = 1e-3,
+    time_limit_s: Annotated[float, Parameter(help="Of each solve.")] = 60.0,
+    repeats: Annotated[int, Parameter(help="Solves after the first; the median is reported.")] = 3,
+    raw_time_limit_s: Annotated[float, Parameter(help="Of the raw integer program on HiGHS; 0 leaves it out.")] = 60.0,
+    method: Annotated[LibraryMethod, Parameter(help="Of the library, built first where it is missing.")] = "lattice",
+    growth: Annotated[bool, Parameter(negative="", help="Also 6 to 46 models by 3 to 12 regions.")] = False,
+    seeds: Annotated[int, Parameter(help="Also gap against time limit over so many seeds of the supply.")] = 0,
+    seed: Annotated[int, Parameter(help="Of the growing problems.")] = 0,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Solve a scenario's allocation, from templates in memory to a verified plan, beside the raw integer program."""
+    from artifacts.templates import template_columns
+    from coral_core.cli.plan import usable_library
+    from tasks.bench_allocation import bench_allocation, bench_problem, gap_over_time, in_mode, with_supply_seed
+    from tasks.bench_allocation import growth as growing
+    from tasks.plan import scenario_templates
+
+    resolved = in_mode(resolved_scenario(scenario), mode, method=method)
+    opened = open_configured_store(store)
+    snapshot = usable_library(resolved, opened, version=None, executor="auto", dry_run=False, quiet=as_json)
+    templates = template_columns(scenario_templates(resolved, snapshot), [c.name for c in resolved.configs])
+    wishes: dict[str, Any] = {"mode": mode, "gap_frac": gap_frac, "time_limit_s": time_limit_s}
+    problem = bench_problem(resolved, templates, **wishes)
+    report = bench_allocation(scenario, mode, problem, repeats=repeats, raw_time_limit_s=raw_time_limit_s).to_json()
+    if growth:
+        report["growth"] = [asdict(point) for point in growing(problem, seed=seed)]
+    if seeds:
+        points = gap_over_time(
+            lambda number: bench_problem(with_supply_seed(resolved, number), templates, **wishes),
+            seeds=seeds,
+            limits_s=(1.0, 2.0, 5.0, 10.0),
+        )
+        report["gap_over_time"] = [asdict(point) for point in points]
+    if as_json:
+        print_json(report)
+        return
+    tables = {name: report.pop(name) for name in ("growth", "gap_over_time") if name in report}
+    raw = report.pop("raw_milp")
+    print_table(f"Allocation of {scenario}, {mode} mode", ("what", "value"), list(report.items()))
+    if raw is not None:
+        print_table("Raw integer program on HiGHS", ("what", "value"), list(raw.items()))
+    for name, points_of in tables.items():
+        print_table(name, tuple(points_of[0]), [tuple(point.values()) for point in points_of])
 
 
 def _print(report: LibraryBench) -> None:
