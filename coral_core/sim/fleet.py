@@ -26,12 +26,15 @@ LEAST_CHUNK_TOKENS = 256
 """An engine never gets a smaller budget of tokens per iteration, however tight the SLO; decode nodes, whose only prompts
 are those of preempted requests, get no larger one."""
 
+FILLED_FRAC = 0.1
+"""A gap of up to this share of a batch in a pipeline of prefill is left: one more batch under way delays all others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
     """A batch of mean lengths: what it costs and what it holds. `size` is tokens for prefill, requests otherwise."""
 
-    size: int
+    size: float
     tokens: float
     rows: float
     kept_tokens: float
@@ -72,8 +75,9 @@ def sim_instance(
     """An instance of a template, with the layouts of the capacity table that the template was made from.
 
     In every stage a batch of mean lengths takes at most `budget_frac` of the stage's share of the SLO, hop included; a
-    node of several data-parallel replicas becomes that many, behind one NIC. Micro-batches are as many as it takes to
-    keep the slowest stage busy, and as many batches run at once.
+    node of several data-parallel replicas becomes that many, behind one NIC. Prefill has as many batches under way as it
+    takes to keep the slowest stage busy; where tokens are generated, their number and size give the most tokens/s of
+    those whose round through all stages keeps `budget_frac` of the SLO.
     Raises InputError for a configuration without capacity there, NoSolutionError where no KV fits.
     """
     stages = template.placement.stages
@@ -86,7 +90,11 @@ def sim_instance(
         for stage in stages
     ]
     hop_s = served.assumptions.hop_latency_s if len(stages) > 1 else 0.0
-    micro_batches = _micro_batches(engines, hop_s)
+    if template.phase is Phase.PREFILL:
+        micro_batches, running = _micro_batches(engines, hop_s), served.assumptions.max_batch_requests
+    else:
+        micro_batches, size = _rounds(served, template.phase, engines, slo_s=slo_s, hop_s=hop_s)
+        running = max(micro_batches * size // sum(engine.layout.dp for engine in engines[0]), 1)
     batched_tokens = _batched_tokens(template.phase, engines)
     return SimInstance(
         name=name,
@@ -100,7 +108,7 @@ def sim_instance(
         region=region,
         template=template.template_id,
         max_batched_tokens=batched_tokens,
-        max_running_requests=_running_requests(served, template.phase, engines, micro_batches),
+        max_running_requests=running,
         micro_batches=micro_batches,
         hop_s=hop_s,
         boot_s=boot_s,
@@ -172,8 +180,7 @@ def _largest_batch(
 ) -> _Batch:
     """The largest batch of mean lengths within the stage's time and a replica's memory; at least the smallest one."""
     assumptions = served.assumptions
-    token_hop_s = activation_bytes_per_token(served.shape, assumptions) * layout.dp
-    token_hop_s /= config.nic_bytes_per_s * assumptions.nic_usable_frac
+    token_hop_s = _token_hop_s(served, config, layout)
 
     def fits(size: int) -> bool:
         batch = _batch(served, phase, size)
@@ -197,7 +204,7 @@ def _last_true(holds: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-def _batch(served: Served, phase: Phase, size: int) -> _Batch:
+def _batch(served: Served, phase: Phase, size: float) -> _Batch:
     """Prefill: `size` tokens of prompts. Decode: `size` requests. Aggregated: also their balanced share of prompts."""
     tokens_in, tokens_out = served.lengths.mean_input_tokens, served.lengths.mean_output_tokens
     kept_per_prompt = model_math.kept_tokens_per_layer(served.shape, tokens_in)
@@ -224,19 +231,69 @@ def _batched_tokens(phase: Phase, engines: Sequence[Sequence[_Engine]]) -> int:
     return max(max(tokens) if phase is Phase.DECODE else min(tokens), LEAST_CHUNK_TOKENS)
 
 
-def _running_requests(served: Served, phase: Phase, engines: Sequence[Sequence[_Engine]], micro_batches: int) -> int:
-    """Requests admitted at once per replica of the first stage: as many micro-batches as the tightest stage takes."""
-    if phase is Phase.PREFILL:
-        return served.assumptions.max_batch_requests
-    batch = min(sum(engine.batch.size * engine.layout.dp for engine in stage) for stage in engines)
-    return max(batch * micro_batches // sum(engine.layout.dp for engine in engines[0]), 1)
+def _rounds(
+    served: Served, phase: Phase, engines: Sequence[Sequence[_Engine]], *, slo_s: float, hop_s: float
+) -> tuple[int, int]:
+    """Micro-batches under way and requests in each that give the most tokens/s with every round within the SLO.
+
+    A round takes the way through all stages, or longer where the slowest node has all micro-batches to compute one after
+    another. KV of all of them has to fit. Where not even one request is in time, it goes alone.
+    """
+    limit = served.assumptions.max_batch_requests * sum(engine.layout.dp for engine in engines[0])
+    best = (0.0, 1, 1)
+    for under_way in range(1, sum(max(engine.timing.depth for engine in stage) + 1 for stage in engines) + 1):
+
+        def fits(size: int, under_way: int = under_way) -> bool:
+            return _round_s(served, phase, engines, size=size, under_way=under_way, hop_s=hop_s) <= slo_s
+
+        size = _last_true(fits, limit)
+        if size > 0:
+            round_s = _round_s(served, phase, engines, size=size, under_way=under_way, hop_s=hop_s)
+            best = max(best, (under_way * size / round_s, under_way, size), key=lambda item: item[0])
+    return best[1], best[2]
+
+
+def _round_s(
+    served: Served, phase: Phase, engines: Sequence[Sequence[_Engine]], *, size: int, under_way: int, hop_s: float
+) -> float:
+    """Time of a round with so many micro-batches of `size` requests; infinite where their KV does not fit."""
+    way_s = slowest_s = 0.0
+    for stage in engines:
+        weights = sum(engine.weight for engine in stage)
+        stage_s = 0.0
+        for engine in stage:
+            batch = _batch(served, phase, size * engine.weight / weights / engine.layout.dp)
+            room = kv_blocks(
+                served,
+                engine.config,
+                engine.layers,
+                engine.layout,
+                batch_tokens=batch.tokens,
+                rows=batch.rows,
+                block_tokens=1,
+            )
+            if under_way * batch.held_tokens > room:
+                return math.inf
+            timing, step_s = engine.timing, _iteration_s(engine.timing, batch)
+            inner_s = (timing.depth - 1) * (timing.inner_hop_s + batch.tokens * timing.inner_hop_token_s)
+            sent_s = hop_s + batch.tokens * _token_hop_s(served, engine.config, engine.layout) if hop_s else 0.0
+            stage_s = max(stage_s, timing.depth * step_s + inner_s + sent_s)
+            slowest_s = max(slowest_s, step_s)
+        way_s += stage_s
+    return max(way_s, under_way * slowest_s)
+
+
+def _token_hop_s(served: Served, config: NodeConfig, layout: Layout) -> float:
+    """NIC time of one token of each replica on its way to the next stage."""
+    token_bytes = activation_bytes_per_token(served.shape, served.assumptions) * layout.dp
+    return token_bytes / (config.nic_bytes_per_s * served.assumptions.nic_usable_frac)
 
 
 def _micro_batches(engines: Sequence[Sequence[_Engine]], hop_s: float) -> int:
     """As many as fill the way round, stage by stage and hop by hop, while the slowest node computes one after another."""
     round_s = sum(max(engine.timing.depth * engine.iteration_s for engine in stage) + hop_s for stage in engines)
     slowest_s = max(engine.iteration_s for stage in engines for engine in stage)
-    return max(len(engines), math.ceil(round_s / slowest_s - 1e-6))
+    return max(len(engines), math.ceil(round_s / slowest_s - FILLED_FRAC))
 
 
 def _nodes(

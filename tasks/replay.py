@@ -1,0 +1,401 @@
+"""A policy through a scenario's epochs: plan each, keep the fleet going, and simulate the scenario's requests on it.
+
+Each epoch is planned on its own supply, with the fleet of the epoch before as what runs. The first epoch's fleet is ready
+when the first request arrives; later ones boot while what they replace still serves (`coral_core.sim.timeline`). Plans and
+their costs are predicted, what becomes of the requests is simulated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from artifacts.library import LibrarySnapshot, list_libraries, open_library
+from artifacts.store import Store
+from artifacts.templates import template_columns
+from coral_core.allocation.policies import Policy
+from coral_core.config.requests import request_traces
+from coral_core.config.resolve import ResolvedScenario, allocation_problem, available_nodes, on_demand_prices
+from coral_core.config.scenario import LibraryMethod, RandomWalk
+from coral_core.domain.allocation import AllocationResult, Running, TemplateColumns
+from coral_core.domain.templates import ServingTemplate
+from coral_core.domain.workload import Phase, Slo
+from coral_core.errors import DataGapError, InputError, NoSolutionError
+from coral_core.perf.factors import load_factors
+from coral_core.sim import (
+    ModelMetrics,
+    Served,
+    SimInput,
+    SimInstance,
+    SimModel,
+    SimOptions,
+    SimOutcome,
+    SimRequests,
+    measure,
+    sim_instance,
+    sim_model,
+    simulate,
+)
+from coral_core.sim.timeline import Key, Timeline, timeline
+from tasks.executor import Executor
+from tasks.library import BuildProgress, build_library, build_spec_from_scenario, capacity_tables
+from tasks.plan import scenario_templates, stale_inputs, templates_by_id
+
+ANY_REGION: Final = frozenset({"coral_paper"})
+"""Policies whose prefill and decode may lie in different regions; their KV then crosses at no extra delay."""
+
+FREE_SPLIT: Final = "lattice-free"
+PUBLISHED_SPLIT: Final = "lattice"
+
+
+def policy_method(resolved: ResolvedScenario, policy: Policy) -> LibraryMethod:
+    """How the templates that a policy plans from are made.
+
+    As the scenario says; but a policy that is meant for the published split never gets free ones.
+    """
+    method = resolved.scenario.library.method
+    return PUBLISHED_SPLIT if policy.published_split and method == FREE_SPLIT else method
+
+
+def needed_methods(resolved: ResolvedScenario, policies: Sequence[Policy]) -> tuple[LibraryMethod, ...]:
+    """The libraries that planning takes, each once; supply that is scaled to an ample plan needs the published split's."""
+    methods = [policy_method(resolved, policy) for policy in policies]
+    return tuple(dict.fromkeys([*methods, supply_method(resolved)] if scales_with_plan(resolved) else methods))
+
+
+def scales_with_plan(resolved: ResolvedScenario) -> bool:
+    """Whether the scenario's supply depends on what a plan holds."""
+    spec = resolved.scenario.availability
+    return isinstance(spec, RandomWalk) and spec.memory_frac_of_ample is not None
+
+
+def supply_method(resolved: ResolvedScenario) -> LibraryMethod:
+    """The library of the plan that supply is scaled to."""
+    method = resolved.scenario.library.method
+    return PUBLISHED_SPLIT if method == FREE_SPLIT else method
+
+
+def with_method(resolved: ResolvedScenario, method: LibraryMethod) -> ResolvedScenario:
+    """The scenario with another library method; the library gets a name of its own unless the method is the scenario's."""
+    scenario = resolved.scenario
+    if method == scenario.library.method:
+        return resolved
+    library = scenario.library.model_copy(update={"method": method, "name": f"{scenario.library_name}-{method}"})
+    return replace(resolved, scenario=scenario.model_copy(update={"library": library}))
+
+
+def fresh_library(
+    resolved: ResolvedScenario,
+    store: Store,
+    executor: Executor,
+    *,
+    on_progress: Callable[[BuildProgress], None] | None = None,
+) -> LibrarySnapshot:
+    """The newest snapshot of the scenario's library, built first where it is missing or stale."""
+    name = resolved.scenario.library_name
+    if name in list_libraries(store):
+        snapshot = open_library(store, name)
+        if not stale_inputs(resolved, snapshot):
+            return snapshot
+    manifest = build_library(build_spec_from_scenario(resolved), store, executor, on_progress=on_progress)
+    return open_library(store, name, manifest.version)
+
+
+class TemplateSource:
+    """The libraries of one scenario, by method, read once each; and the supply that all policies share."""
+
+    def __init__(self, resolved: ResolvedScenario, snapshots: Mapping[LibraryMethod, LibrarySnapshot]) -> None:
+        self.resolved = resolved
+        names = [config.name for config in resolved.configs]
+        self.rows: dict[LibraryMethod, pa.Table] = {
+            method: scenario_templates(with_method(resolved, method), snapshot)
+            for method, snapshot in snapshots.items()
+        }
+        self.columns = {method: template_columns(rows, names) for method, rows in self.rows.items()}
+        first = next(iter(self.columns))
+        scale = self.columns[supply_method(resolved) if scales_with_plan(resolved) else first]
+        self.supply: NDArray[np.int64] = available_nodes(resolved, scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochPlan:
+    """One epoch's plan and the wall time it took to find."""
+
+    result: AllocationResult
+    solve_s: float
+
+    @property
+    def counts(self) -> dict[Key, int]:
+        """Instances by (template, region)."""
+        return {(item.template, item.region): item.count for item in self.result.instances}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyPlans:
+    """A policy's plans for all epochs. `method` made the templates; (epochs, R, C) `supply` is the same for all policies."""
+
+    policy: str
+    method: LibraryMethod
+    epochs: tuple[EpochPlan, ...]
+    templates: Mapping[str, ServingTemplate]
+    supply: NDArray[np.int64]
+
+    @property
+    def pd_same_region(self) -> bool:
+        """Whether its decode must lie where its prefill does, if the scenario asks for that."""
+        return self.policy not in ANY_REGION
+
+
+def plan_epochs(
+    source: TemplateSource, policy: Policy, *, utilization: Mapping[Phase, float] | None = None
+) -> PolicyPlans:
+    """The policy's plan for each epoch. `utilization` replaces the scenario's `max_utilization_frac` of the phases named.
+
+    Throughput is proportional to that fraction, so the library holds for any.
+    """
+    resolved = source.resolved
+    method = policy_method(resolved, policy)
+    columns = _scaled(source.columns[method], utilization or {}, resolved.scenario.capacity.max_utilization_frac)
+    running: tuple[Running, ...] = ()
+    epochs: list[EpochPlan] = []
+    for available in source.supply:
+        problem = allocation_problem(resolved, columns, running, available=available)
+        if policy.name in ANY_REGION:
+            problem = replace(problem, options=replace(problem.options, pd_same_region=False))
+        started_s = time.perf_counter()
+        result = policy.solve(problem)
+        epochs.append(EpochPlan(result=result, solve_s=time.perf_counter() - started_s))
+        running = tuple(
+            Running(template=item.template, region=item.region, count=item.count)
+            for item in result.instances
+            if item.template in columns.ids
+        )
+    chosen = sorted({item.template for epoch in epochs for item in epoch.result.instances})
+    return PolicyPlans(
+        policy=policy.name,
+        method=method,
+        epochs=tuple(epochs),
+        templates=templates_by_id(source.rows[method], chosen),
+        supply=source.supply,
+    )
+
+
+def _scaled(columns: TemplateColumns, wanted: Mapping[Phase, float], present: Mapping[Phase, float]) -> TemplateColumns:
+    for phase, value in wanted.items():
+        if not 0 < value <= 1:
+            raise InputError(f"{value!r} is not in (0, 1]", where=f"max_utilization_frac.{phase}")
+    factor = {phase: value / present.get(phase, 1.0) for phase, value in wanted.items()}
+    return replace(
+        columns, throughput=columns.throughput * np.array([factor.get(phase, 1.0) for phase in columns.phases])
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """What is simulated, but for the requests. `dropped` says which instances cannot serve, and why."""
+
+    models: tuple[SimModel, ...]
+    timeline: Timeline
+    pd_same_region: bool
+    dropped: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """One simulated run: metrics by model (and `*` for all) per epoch and of all epochs together.
+
+    `without_handover` is `whole` with the time per output token counted from where the KV arrived (`measure`).
+    `billed_usd_per_h` is per epoch what the instances that were up or booting cost. A request counts where it arrives,
+    and the run goes on until every request had all the time its SLO gives.
+    """
+
+    policy: str
+    seed: int
+    epochs: tuple[Mapping[str, ModelMetrics], ...]
+    whole: Mapping[str, ModelMetrics]
+    without_handover: Mapping[str, ModelMetrics]
+    billed_usd_per_h: tuple[float, ...]
+    events: int
+    digest: str
+    wall_s: float
+    notes: tuple[str, ...]
+
+
+def why_not_simulated(resolved: ResolvedScenario) -> str:
+    """The reason why a scenario's plans cannot be simulated; empty where they can."""
+    if resolved.scenario.capacity.layer_times is not None:
+        return "capacities are measured layer times by batch, which say nothing of the simulator's iterations"
+    return ""
+
+
+def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans) -> Fleet:
+    """The instances of all epochs and their lifecycle. Raises InputError for a scenario that cannot be simulated."""
+    reason = why_not_simulated(resolved)
+    if reason:
+        raise InputError(f"plans of {plans.policy} are not simulated: {reason}", where=resolved.scenario.name)
+    spec = build_spec_from_scenario(with_method(resolved, plans.method))
+    tables = {(table.model, table.phase): table for table in capacity_tables(spec)}
+    factors = load_factors()
+    served = {
+        model.shape.name: Served(
+            shape=model.shape,
+            variant=model.variant,
+            lengths=model.demand.lengths,
+            assumptions=spec.assumptions,
+            factors=factors,
+        )
+        for model in resolved.models
+    }
+    configs = {config.name: config for config in resolved.configs}
+    usable: dict[str, SimInstance] = {}
+    dropped: list[str] = []
+    for name, template in plans.templates.items():
+        table = tables[template.model, template.phase]
+        try:
+            usable[name] = sim_instance(name, template, table, served[template.model], configs)
+        except (NoSolutionError, DataGapError) as error:
+            dropped.append(f"instances of {name} cannot serve: {error}")
+    pd_same_region = plans.pd_same_region and resolved.scenario.allocation.pd_same_region
+    counts = [{key: n for key, n in epoch.counts.items() if key[0] in usable} for epoch in plans.epochs]
+    orphans = _without_decode(counts, usable, pd_same_region=pd_same_region)
+    dropped += [f"prefill {template} in {region} has no decode to hand over to" for template, region in sorted(orphans)]
+    regions, epochs = resolved.scenario.regions, resolved.scenario.epochs
+    line = timeline(
+        [{key: n for key, n in plan.items() if key not in orphans} for plan in counts],
+        lambda template, region: replace(usable[template], region=region),
+        supply=plans.supply,
+        nodes=template_nodes(resolved, plans),
+        regions=regions,
+        epoch_s=epochs.duration_s,
+        boot_s=resolved.scenario.allocation.startup_s,
+    )
+    return Fleet(
+        models=tuple(sim_model(one) for one in served.values()),
+        timeline=line,
+        pd_same_region=pd_same_region,
+        dropped=tuple(dropped),
+    )
+
+
+def _without_decode(
+    counts: Sequence[Mapping[Key, int]], usable: Mapping[str, SimInstance], *, pd_same_region: bool
+) -> set[Key]:
+    """Prefill (template, region) whose requests no decode instance of any epoch could take over."""
+
+    def place(key: Key) -> tuple[str, str]:
+        return usable[key[0]].model, key[1] if pd_same_region else ""
+
+    keys = {key for plan in counts for key in plan}
+    decodes = {place(key) for key in keys if usable[key[0]].phase is Phase.DECODE}
+    return {key for key in keys if usable[key[0]].phase is Phase.PREFILL and place(key) not in decodes}
+
+
+def template_nodes(resolved: ResolvedScenario, plans: PolicyPlans) -> dict[str, NDArray[np.int64]]:
+    """(C,) nodes by template, configurations in the scenario's order."""
+    names = [config.name for config in resolved.configs]
+    return {
+        name: np.array([template.placement.combination.get(config, 0) for config in names], dtype=np.int64)
+        for name, template in plans.templates.items()
+    }
+
+
+def template_prices(resolved: ResolvedScenario, plans: PolicyPlans) -> dict[Key, float]:
+    """USD/h of one instance by (template, region), of those planned."""
+    prices = np.nan_to_num(on_demand_prices(resolved))
+    nodes = template_nodes(resolved, plans)
+    keys = {key for epoch in plans.epochs for key in epoch.counts if key[0] in nodes}
+    return {
+        (template, region): float(nodes[template] @ prices[resolved.scenario.regions.index(region)])
+        for template, region in keys
+    }
+
+
+def scenario_requests(resolved: ResolvedScenario, *, seed: int) -> SimRequests:
+    """All models' requests in one stream; those without output get one token, since a first token always comes."""
+    traces = request_traces(resolved, seed=seed)
+    return SimRequests.merged(
+        (m, trace.arrival_s, np.maximum(trace.input_tokens, 1), np.maximum(trace.output_tokens, 1))
+        for m, trace in enumerate(traces.values())
+    )
+
+
+def replay(resolved: ResolvedScenario, plans: PolicyPlans, *, seed: int, fleet: Fleet | None = None) -> Replay:
+    """Simulate the scenario's requests on the fleet of the plans; the same seed gives the same requests to every policy.
+
+    `fleet` saves making it anew for each seed. Raises InputError where there are no requests, or for a scenario that
+    cannot be simulated.
+    """
+    fleet = fleet or fleet_of(resolved, plans)
+    requests = scenario_requests(resolved, seed=seed)
+    if not len(requests):
+        raise InputError(
+            "no request arrives in any epoch", where=f"scenario {resolved.scenario.name}", fix="set a rate"
+        )
+    slos = {model.shape.name: model.demand.slo for model in resolved.models}
+    count, duration_s = resolved.scenario.epochs.count, resolved.scenario.epochs.duration_s
+    bounds_s = [epoch * duration_s for epoch in range(count + 1)]
+    started_s = time.perf_counter()
+    outcome = simulate(
+        SimInput(
+            models=fleet.models,
+            instances=fleet.timeline.instances,
+            requests=requests,
+            options=SimOptions(
+                end_s=latest_good_finish_s(requests, list(slos.values()), bounds_s[-1]),
+                epoch_starts_s=tuple(bounds_s),
+                pd_same_region=fleet.pd_same_region,
+            ),
+            lifecycle=fleet.timeline.lifecycle,
+        )
+    )
+    wall_s = time.perf_counter() - started_s
+    return Replay(
+        policy=plans.policy,
+        seed=seed,
+        epochs=tuple(
+            measure(requests, outcome, slos, from_s=bounds_s[epoch], to_s=bounds_s[epoch + 1]) for epoch in range(count)
+        ),
+        whole=measure(requests, outcome, slos, to_s=bounds_s[-1]),
+        without_handover=measure(requests, outcome, slos, to_s=bounds_s[-1], handover=False),
+        billed_usd_per_h=_billed_usd_per_h(outcome, fleet, template_prices(resolved, plans), count, duration_s),
+        events=outcome.events,
+        digest=outcome.digest,
+        wall_s=wall_s,
+        notes=fleet.dropped,
+    )
+
+
+def latest_good_finish_s(requests: SimRequests, slos: Sequence[Slo], horizon_s: float) -> float:
+    """When the last request that is within its SLO has finished at the latest: later events change no goodput."""
+    ttft_s = np.array([slo.ttft_s for slo in slos])[requests.model]
+    tpot_s = np.array([slo.tpot_s for slo in slos])[requests.model]
+    latest_s = requests.arrival_s + ttft_s + tpot_s * requests.output_tokens
+    return float(max(latest_s.max(), horizon_s) + 1.0)
+
+
+def _billed_usd_per_h(
+    outcome: SimOutcome, fleet: Fleet, prices: Mapping[Key, float], count: int, duration_s: float
+) -> tuple[float, ...]:
+    key_of = {one.name: (one.template, one.region) for one in fleet.timeline.instances}
+    usd_per_h = np.array([prices[key_of[name]] for name in outcome.instances])
+    billed = outcome.fleet.paid_s[:count] @ usd_per_h / duration_s
+    return tuple(float(value) for value in billed)
+
+
+def instance_counts(plans: PolicyPlans, epoch: int) -> Counter[str]:
+    """Instances and nodes of an epoch's plan, and how many instances mix configurations or GPU types."""
+    totals: Counter[str] = Counter()
+    for (template, _), count in plans.epochs[epoch].counts.items():
+        totals["instances"] += count
+        if template in plans.templates:
+            combination = plans.templates[template].placement.combination
+            totals["nodes"] += count * sum(combination.values())
+            totals["mixed_instances"] += count * (len(combination) > 1)
+    return totals
