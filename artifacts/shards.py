@@ -36,7 +36,7 @@ _SEAL: Final = b"sha256 of this file, these digits as zeros: "
 _DIGITS: Final = 64
 _REPAIRS: Final = 9
 _STRICT: Final = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-_REBUILD: Final = "build the library again: only shards that are not whole are solved anew"
+_REBUILD: Final = "build the library again and use its new version: only shards that are not whole are solved anew"
 
 
 class ShardKey(BaseModel):
@@ -219,7 +219,7 @@ def read_shard(store: Store, record: ShardRecord, *, columns: Sequence[str] | No
         raise StoreError("a data file of the library is missing", where=where, fix=_REBUILD)
     if len(data) != record.bytes or sha256_hex(data) != record.sha256:
         raise StoreError(
-            f"damaged or replaced: not the {record.bytes} bytes that the manifest names (it has {len(data)})",
+            f"damaged: its {len(data)} bytes are not the {record.bytes} whose hash the manifest names",
             where=where,
             fix=_REBUILD,
         )
