@@ -6,7 +6,6 @@ class in the transformers library. What cannot be represented is refused, never 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,9 +13,10 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from coral_core.catalog.hf_fields import Fields
+from coral_core.catalog.hf_fields import Fields, shown
 from coral_core.catalog.hf_quantization import variants_of
-from coral_core.catalog.shape_check import checked_shape
+from coral_core.catalog.json_files import read_json
+from coral_core.catalog.shape_check import LARGEST, checked_shape
 from coral_core.clock import SystemClock
 from coral_core.domain.models import Mla, ModelShape, Moe, SlidingWindow
 from coral_core.errors import InputError
@@ -25,15 +25,10 @@ from coral_core.errors import InputError
 def read_hf_config(path: Path, name: str | None = None) -> ModelShape:
     """The model that the config.json at `path` describes; without a `name`, called after the file or its folder.
 
-    InputError with file and key path as in `model_from_hf_config`; `as_of` is the day the file was last changed.
+    InputError as in `read_json`, and with file and key path as in `model_from_hf_config`; `as_of` is the day the file was last changed.
     """
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        as_of = datetime.fromtimestamp(path.stat().st_mtime, tz=UTC).date()
-    except json.JSONDecodeError as error:
-        raise InputError(f"not valid JSON: {error.msg}", where=f"{path}:{error.lineno}") from None
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"cannot be read: {error}", where=str(path)) from error
+    _, config = read_json(path)
+    as_of = datetime.fromtimestamp(path.stat().st_mtime, tz=UTC).date()
     return model_from_hf_config(config, name=name or _name_from(config, path), where=str(path), as_of=as_of)
 
 
@@ -41,7 +36,7 @@ def model_from_hf_config(config: Mapping[str, Any], *, name: str, where: str, as
     """The shape that `config` (a parsed config.json) describes, with the variants it may be served in.
 
     Raises InputError that names `where` and the key path: for an architecture that is not known (with those that
-    are), a field that is missing, not a number, not finite, negative or zero, fields that contradict each other, and
+    are), a field that is missing, not a number, not finite, negative, zero or beyond any model, fields that contradict each other, and
     a quantisation that cannot be represented. `as_of` is today where it is not given.
     """
     if not isinstance(config, Mapping):
@@ -51,11 +46,13 @@ def model_from_hf_config(config: Mapping[str, Any], *, name: str, where: str, as
     inner = outer.section("text_config") if model_type == "gemma3" else outer
     model_type = "gemma3_text" if model_type == "gemma3" else model_type
     if model_type not in FAMILIES:
-        raise outer.fault("model_type", f"is {model_type!r}, which is not known", fix=f"known: {', '.join(FAMILIES)}")
+        raise outer.fault(
+            "model_type", f"is {shown(model_type)}, which is not known", fix=f"known: {', '.join(FAMILIES)}"
+        )
     family = FAMILIES[model_type]
     variants, default_variant = variants_of(outer, has_experts=family.moe is not None)
     fields = inner.with_defaults(family.defaults)
-    layers = fields.count("num_hidden_layers")
+    layers = fields.count("num_hidden_layers", most=LARGEST["layers"])
     heads = fields.count("num_attention_heads")
     mla = _mla(fields) if family.mla else None
     context_tokens = fields.count("max_position_embeddings")
@@ -131,9 +128,10 @@ def _sliding_window(fields: Fields, family: _Family, layers: int, context_tokens
     layer_types = fields.array("layer_types")
     if layer_types and len(layer_types) != layers:
         raise fields.fault("layer_types", f"has {len(layer_types)} entries for {layers} layers")
-    unknown = [kind for kind in layer_types if kind not in {"sliding_attention", "full_attention"}]
+    # A tuple: what is not a text may have no hash.
+    unknown = [kind for kind in layer_types if kind not in ("sliding_attention", "full_attention")]
     if unknown:
-        raise fields.fault("layer_types", f"holds {unknown[0]!r}, known are sliding_attention and full_attention")
+        raise fields.fault("layer_types", f"holds {shown(unknown[0])}, known are sliding_attention and full_attention")
     sliding = layer_types.count("sliding_attention") if layer_types else family.sliding_layers(fields, layers)
     return SlidingWindow(window_tokens=window_tokens, layers=sliding) if sliding else None
 
@@ -161,7 +159,7 @@ def _all_but_every_nth_slide(fields: Fields, layers: int) -> int:
 
 def _mixtral_moe(fields: Fields, _layers: int) -> Moe:
     return Moe(
-        experts=fields.count("num_local_experts"),
+        experts=fields.count("num_local_experts", most=LARGEST["experts"]),
         top_k=fields.count("num_experts_per_tok"),
         intermediate=fields.count("intermediate_size"),
     )
@@ -169,7 +167,7 @@ def _mixtral_moe(fields: Fields, _layers: int) -> Moe:
 
 def _gpt_oss_moe(fields: Fields, _layers: int) -> Moe:
     return Moe(
-        experts=fields.count("num_local_experts"),
+        experts=fields.count("num_local_experts", most=LARGEST["experts"]),
         top_k=fields.count("num_experts_per_tok"),
         intermediate=fields.count("intermediate_size"),
         expert_bias=True,
@@ -181,11 +179,11 @@ def _qwen3_moe(fields: Fields, layers: int) -> Moe:
         raise fields.fault("decoder_sparse_step", "is not 1: layers with experts between dense ones are not known")
     dense = fields.array("mlp_only_layers")
     if sorted(dense, key=str) != sorted(range(len(dense)), key=str):
-        raise fields.fault("mlp_only_layers", f"is {dense}: dense layers are known as the first ones only")
+        raise fields.fault("mlp_only_layers", f"is {shown(dense)}: dense layers are known as the first ones only")
     if len(dense) >= layers:
         raise fields.fault("mlp_only_layers", f"leaves none of the {layers} layers to the experts")
     return Moe(
-        experts=fields.count("num_experts"),
+        experts=fields.count("num_experts", most=LARGEST["experts"]),
         top_k=fields.count("num_experts_per_tok"),
         intermediate=fields.count("moe_intermediate_size"),
         dense_layers=len(dense),
@@ -198,7 +196,7 @@ def _deepseek_moe(fields: Fields, _layers: int) -> Moe | None:
     if fields.count("moe_layer_freq") != 1:
         raise fields.fault("moe_layer_freq", "is not 1: layers with experts between dense ones are not known")
     return Moe(
-        experts=fields.count("n_routed_experts"),
+        experts=fields.count("n_routed_experts", most=LARGEST["experts"]),
         top_k=fields.count("num_experts_per_tok"),
         intermediate=fields.count("moe_intermediate_size"),
         shared_experts=fields.optional_count("n_shared_experts", least=0) or 0,

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+from coral_core.catalog.shape_check import LARGEST_OTHER
 from coral_core.errors import InputError
+
+_SHORT: Final = reprlib.Repr()
+_SHORT.maxlong = _SHORT.maxstring = 60
+
+
+def shown(value: object) -> str:
+    """How an error shows a value: cut where it is long."""
+    return _SHORT.repr(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,22 +36,24 @@ class Fields:
         value = self.values.get(key)
         return self.defaults.get(key) if value is None else value
 
-    def count(self, key: str, *, least: int = 1) -> int:
-        """A whole number of at least `least`."""
-        value = self.optional_count(key, least=least)
+    def count(self, key: str, *, least: int = 1, most: int = LARGEST_OTHER) -> int:
+        """A whole number from `least` to `most`."""
+        value = self.optional_count(key, least=least, most=most)
         if value is None:
             raise self.fault(key, "is missing")
         return value
 
-    def optional_count(self, key: str, *, least: int = 1) -> int | None:
-        """A whole number of at least `least`, or None where the field is left out or null."""
+    def optional_count(self, key: str, *, least: int = 1, most: int = LARGEST_OTHER) -> int | None:
+        """A whole number from `least` to `most`, or None where the field is left out or null."""
         value = self.get(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.fault(key, f"is {value!r}, must be a whole number")
-        if not math.isfinite(value) or value != int(value) or value < least:
-            raise self.fault(key, f"is {value}, must be a whole number of at least {least}")
+            raise self.fault(key, f"is {shown(value)}, must be a whole number")
+        if value > most:
+            raise self.fault(key, f"is {shown(value)}, must be at most {most}")
+        if not value >= least or value != int(value):
+            raise self.fault(key, f"is {shown(value)}, must be a whole number of at least {least}")
         return int(value)
 
     def flag(self, key: str, *, default: bool) -> bool:
@@ -51,7 +62,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.fault(key, f"is {value!r}, must be true or false")
+            raise self.fault(key, f"is {shown(value)}, must be true or false")
         return value
 
     def text(self, key: str) -> str:
@@ -60,7 +71,7 @@ class Fields:
         if value is None:
             raise self.fault(key, "is missing")
         if not isinstance(value, str) or not value:
-            raise self.fault(key, f"is {value!r}, must be a text")
+            raise self.fault(key, f"is {shown(value)}, must be a text")
         return value
 
     def array(self, key: str) -> list[Any]:
@@ -69,7 +80,7 @@ class Fields:
         if value is None:
             return []
         if not isinstance(value, list):
-            raise self.fault(key, f"is {value!r}, must be a list")
+            raise self.fault(key, f"is {shown(value)}, must be a list")
         return value
 
     def section(self, key: str) -> Fields:
@@ -78,7 +89,7 @@ class Fields:
         if value is None:
             raise self.fault(key, "is missing")
         if not isinstance(value, Mapping):
-            raise self.fault(key, f"is {value!r}, must be an object")
+            raise self.fault(key, f"is {shown(value)}, must be an object")
         return Fields(values=value, where=self.where, path=f"{self.path}{key}.")
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from coral_core.catalog.hf_fields import Fields
+from coral_core.catalog.hf_fields import Fields, shown
 from coral_core.catalog.models import standard_variants
 from coral_core.domain.models import Variant
 
@@ -35,7 +35,7 @@ def variants_of(fields: Fields, *, has_experts: bool) -> tuple[dict[str, Variant
         own = _integer(quantization, method)
     else:
         raise quantization.fault(
-            "quant_method", f"is {method!r}, which is not known", fix=f"known: {', '.join(METHODS)}"
+            "quant_method", f"is {shown(method)}, which is not known", fix=f"known: {', '.join(METHODS)}"
         )
     return {own.name: own}, own.name
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import reprlib
 from typing import Any, Final
 
 from coral_core.domain.models import ModelShape
@@ -14,7 +15,7 @@ from coral_core.errors import InputError
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 # Beyond any model there is; a figure above it is a slip of the keyboard or of the unit.
-LARGEST: Final = {"layers": 10_000, "experts": 100_000}
+LARGEST: Final = {"layers": 10_000, "experts": 100_000, "published_params": 10**15}
 LARGEST_OTHER: Final = 1_000_000_000
 
 MAY_BE_ZERO: Final = frozenset({"shared_experts", "dense_layers"})
@@ -41,14 +42,12 @@ def _check_numbers(fields: dict[str, Any], path: str, where: str) -> None:
             _check_numbers(value, f"{path}{key}.", where)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             least = 0 if key in MAY_BE_ZERO else math.ulp(0.0)
-            most = math.inf if key == "published_params" else LARGEST.get(key, LARGEST_OTHER)
-            if not (math.isfinite(value) and least <= value <= most):
-                raise InputError(f"{path}{key} is {value}, must be {_bounds(key, most)}", where=where)
-
-
-def _bounds(key: str, most: float) -> str:
-    lower = "at least 0" if key in MAY_BE_ZERO else "above 0"
-    return lower if math.isinf(most) else f"{lower} and at most {most}"
+            most = LARGEST.get(key, LARGEST_OTHER)
+            if not least <= value <= most:
+                lower = "at least 0" if key in MAY_BE_ZERO else "above 0"
+                raise InputError(
+                    f"{path}{key} is {reprlib.repr(value)}, must be {lower} and at most {most}", where=where
+                )
 
 
 def _contradictions(shape: ModelShape) -> list[tuple[bool, str]]:

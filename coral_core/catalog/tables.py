@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from datetime import date
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from coral_core.errors import InputError, unknown_name
 
 Value = TypeVar("Value")
 Key = TypeVar("Key")
+
+MOST_DIGITS: Final = 300
+"""Whole numbers that a float can still hold."""
 
 
 def package_table(name: str) -> Traversable:
@@ -70,8 +73,8 @@ class Row:
 
     def _whole(self, column: str, *, least: int) -> int:
         text = self.text(column)
-        if not text.isdecimal() or int(text) < least:
-            raise InputError(f"{column} is {text!r}, must be a whole number of at least {least}", where=self.where)
+        if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) < least:
+            raise InputError(f"{column} is {text[:60]!r}, must be a whole number of at least {least}", where=self.where)
         return int(text)
 
     def day(self, column: str) -> date:
@@ -106,19 +109,29 @@ def read_table(file: Traversable, columns: Sequence[str]) -> Iterator[Row]:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot be read: {error}", where=file.name) from error
-    reader = csv.reader(text.splitlines(), strict=True)
-    header = next(reader, [])
+    lines = _lines(text, file.name)
+    _, header = next(lines, (1, []))
     if header != list(columns):
         raise InputError(f"columns are {','.join(header)}", where=f"{file.name}:1", fix=f"due: {','.join(columns)}")
     empty = True
-    for cells in reader:
-        where = f"{file.name}:{reader.line_num}"
+    for line, cells in lines:
+        where = f"{file.name}:{line}"
         if len(cells) != len(columns):
             raise InputError(f"{len(cells)} cells, {len(columns)} are due", where=where)
         empty = False
         yield Row(where=where, cells=dict(zip(columns, cells, strict=True)))
     if empty:
         raise InputError("holds no rows", where=file.name)
+
+
+def _lines(text: str, name: str) -> Iterator[tuple[int, list[str]]]:
+    """Line numbers and cells."""
+    reader = csv.reader(text.splitlines(), strict=True)
+    try:
+        for cells in reader:
+            yield reader.line_num, cells
+    except csv.Error as error:
+        raise InputError(f"not valid CSV: {error}", where=f"{name}:{reader.line_num}") from None
 
 
 def add_once(table: dict[Key, Value], key: Key, value: Value, row: Row) -> None:

@@ -8,10 +8,11 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from coral_core.catalog.json_files import read_json
 from coral_core.catalog.models import package_models
 from coral_core.catalog.shape_check import checked_shape
 from coral_core.domain.models import ModelShape
@@ -65,19 +66,12 @@ def save_user_model(shape: ModelShape, directory: Path) -> Path:
 def read_user_model(path: Path) -> ModelShape:
     """The model in `path`; InputError names file and key of the first fault (unknown and repeated keys are faults)."""
     try:
-        text = path.read_text(encoding="utf-8")
-        json.loads(text, object_pairs_hook=_no_repeats)
+        text, _ = read_json(path)
         stored = _Stored.model_validate_json(text)
     except ValidationError as error:
         fault = error.errors()[0]
         key = ".".join(str(part) for part in fault["loc"])
         raise InputError(f"{key}: {fault['msg']}", where=str(path)) from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"not valid JSON: {error.msg}", where=f"{path}:{error.lineno}") from None
-    except InputError as error:
-        raise error.at(str(path)) from None
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"cannot be read: {error}", where=str(path)) from error
     shape = checked_shape(stored.model, where=str(path))
     if path.stem != shape.name:
         raise InputError(f"holds model {shape.name!r}", where=str(path), fix=f"name the file {shape.name}.json")
@@ -96,14 +90,6 @@ def _refuse_package_name(shape: ModelShape, *, where: str) -> None:
         raise InputError(
             f"model {shape.name!r} is one of the package's own (its models.csv)", where=where, fix="choose another name"
         )
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise InputError(f"key {key!r} is there twice")
-    return dict(pairs)
 
 
 def _write_new(path: Path, text: str) -> bool:

@@ -226,6 +226,7 @@ TABLES = {
             "nan",
             "memory_bandwidth_gb_per_s is 'nan', must be a number above 0",
         ),
+        ("gpus.csv", "memory_mib", "9" * 5001, "memory_mib is '9{60}', must be a whole number of at least 1"),
         ("gpus.csv", "memory_bandwidth_gb_per_s", "", "memory_bandwidth_gb_per_s is empty"),
         ("gpus.csv", "fp16_tflops", "-1", "fp16_tflops is '-1', must be a number above 0"),
         ("gpus.csv", "fp16_tflops", "inf", "fp16_tflops is 'inf'"),
@@ -261,6 +262,8 @@ def test_a_broken_table_is_refused(tmp_path, name):
     for content, message in {
         "\n".join([*lines, lines[1]]): rf"{name}:{len(lines) + 1}: .* is there twice",
         "\n".join([lines[0], lines[1], lines[2][:9]]): rf"{name}:3: \d+ cells, {len(columns)} are due",
+        "\n".join([*lines, '"']): rf"{name}:{len(lines) + 1}: not valid CSV: ",
+        "\n".join([lines[0], "x" * 200_000]): rf"{name}:2: not valid CSV: ",
         lines[0]: rf"{name}: holds no rows",
         "": rf"{name}:1: columns are ",
         lines[0].replace("source", "origin"): rf"{name}:1: columns are .*due: {columns[0]},",

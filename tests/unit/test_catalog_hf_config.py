@@ -181,7 +181,17 @@ NAN, INF = float("nan"), float("inf")
         ("phi-4", {"hidden_size": 5120.5}, "hidden_size is 5120.5"),
         ("phi-4", {"hidden_size": "5120"}, "hidden_size is '5120', must be a whole number"),
         ("phi-4", {"hidden_size": True}, "hidden_size is True, must be a whole number"),
-        ("phi-4", {"hidden_size": 10**12}, "hidden is 1000000000000, must be above 0 and at most"),
+        ("phi-4", {"hidden_size": 10**12}, "config.json: hidden_size is 1000000000000, must be at most 1000000000"),
+        ("phi-4", {"num_hidden_layers": 10**400}, r"num_hidden_layers is 1000\d*\.\.\.\d*, must be at most 10000"),
+        ("phi-4", {"num_hidden_layers": 10_001}, "num_hidden_layers is 10001, must be at most 10000"),
+        ("phi-4", {"vocab_size": -(10**400)}, r"vocab_size is -1000\d*\.\.\.\d*, must be a whole number of at least 1"),
+        ("phi-4", {"vocab_size": 1e308}, r"vocab_size is 1e\+308, must be at most"),
+        ("phi-4", {"vocab_size": "9" * 5000}, r"vocab_size is '999\d*\.\.\.9*', must be a whole number"),
+        ("phi-4", {"model_type": ["llama"]}, r"model_type is \['llama'\], must be a text"),
+        ("mixtral-8x7b", {"num_local_experts": 100_001}, "num_local_experts is 100001, must be at most 100000"),
+        ("qwen3-235b", {"mlp_only_layers": [10**400]}, "dense layers are known as the first ones only"),
+        ("gpt-oss-20b", {"layer_types": [["a"]] * 24}, r"layer_types holds \['a'\], known are"),
+        ("gpt-oss-20b", {"layer_types": [{}] * 24}, r"layer_types holds \{\}, known are"),
         ("phi-4", {"hidden_size": 5121}, "head_dim is missing, and hidden_size 5121 is no multiple of 40 heads"),
         ("phi-4", {"num_key_value_heads": 7}, "heads 40 is no multiple of kv_heads 7"),
         ("phi-4", {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', must be true or false"),
@@ -222,8 +232,18 @@ def test_first_layers_may_be_dense():
 def write(folder: Path, content: object, name: str = "config.json") -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / name
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
+
+
+@pytest.mark.parametrize("digits", [401, 5001])
+def test_a_number_of_any_length_is_refused_by_its_key(tmp_path, digits):
+    text = json.dumps(PUBLISHED["phi-4"]).replace('"num_hidden_layers": 40', f'"num_hidden_layers": {"7" * digits}')
+    with pytest.raises(InputError, match=r"config.json: num_hidden_layers is 7+\.\.\.7+, must be at most 10000$"):
+        read_hf_config(write(tmp_path, text))
 
 
 def test_a_file_is_read_named_and_dated(tmp_path):
@@ -244,6 +264,10 @@ def test_a_file_is_read_named_and_dated(tmp_path):
         ("[1]", r"config.json: is not a JSON object"),
         ("", r"config.json:1: not valid JSON"),
         ("[" * 200_000, r"config.json: cannot be read"),
+        (b"\xff", r"config.json: cannot be read"),
+        (b" " * 10_000_001, r"config.json: is larger than 10 MB \(hand in a model's config.json\)"),
+        ('{"model_type": "llama", "model_type": "phi3"}', r"config.json: key 'model_type' is there twice"),
+        ('{"model_type": "llama", "a": [{"b": {"c": 1, "c": 2}}]}', r"config.json: key 'c' is there twice"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path, content, message):

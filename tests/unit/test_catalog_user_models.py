@@ -86,6 +86,8 @@ def edited(tmp_path: Path, old: str, new: str) -> Path:
         ('"layers": 24', '"layers": true', r"model.layers: Input should be a valid integer"),
         ('"layers": 24', '"layers": -24', r"mine.json: layers is -24"),
         ('"layers": 24', '"layers": 24, "layers": 25', r"mine.json: key 'layers' is there twice"),
+        ('"layers": 24', f'"layers": {"7" * 401}', r"mine.json: (layers is 7+\.\.\.7+, must|model.layers: )"),
+        ('"layers": 24', f'"layers": {"7" * 5001}', r"mine.json: "),
         ('"layers": 24', '"leyers": 24', r"model.layers: Field required"),
         ('"top_k": 4', '"top_k": 4, "topk": 5', r"model.moe.topk: Unexpected keyword argument"),
         ('"weight_bits": 16.0', '"weight_bits": NaN', r"weight_bits: Input should be a finite number"),
