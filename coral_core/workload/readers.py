@@ -56,8 +56,10 @@ def read_trace(
     as they are. BurstGPT's requests without prompt or response failed; they are left out and counted in
     `Trace.dropped`, or kept where `keep_failures` is set and they have a prompt.
 
-    Raises InputError, with file and line: unreadable, empty or truncated file, unknown columns, a value that is
-    missing, not a number, not finite, negative or beyond reason, and times that go back.
+    Raises InputError, with file and line: unreadable or empty file, unknown columns, a line that lacks columns or is
+    no whole JSON object, a value that is missing, not a number, not finite, negative or beyond reason, and times that
+    go back. So a file cut short is refused, but not a CSV cut at the end of a line or within its last number: a last
+    line without a line end is legal, and nothing in it tells `1` from the start of `109`.
     """
     if format not in get_args(TraceFormat):
         raise unknown_name("trace format", format, get_args(TraceFormat))

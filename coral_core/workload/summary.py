@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coral_core.domain.workload import Trace
 from coral_core.errors import InputError
+
+LEAST_REQUESTS_PER_S: Final = 1e-9
+MOST_REQUESTS_PER_S: Final = 1e9
+"""Wider than any service by far; beyond them times leave the range where float64 tells arrivals apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +38,7 @@ class LengthStatistics:
 
 
 def length_statistics(trace: Trace) -> LengthStatistics:
-    """Statistics of `trace`; InputError where it has no rate (fewer than two requests, or all at one time)."""
+    """Statistics of `trace`; InputError where it has no rate (fewer than two requests, or all at one time), or one beyond reason."""
     gaps_s = np.diff(trace.arrival_s)
     rate = _rate(trace)
     prompt, response = _quantiles(trace.input_tokens), _quantiles(trace.output_tokens)
@@ -57,16 +61,22 @@ def length_statistics(trace: Trace) -> LengthStatistics:
 def scale_rate(trace: Trace, requests_per_s: float) -> Trace:
     """`trace` at a mean of `requests_per_s`: its time is stretched, so order and burstiness stay as they are.
 
-    InputError for a rate that is not finite and above 0, and for a trace without a rate.
+    InputError for a rate that is not from LEAST_REQUESTS_PER_S to MOST_REQUESTS_PER_S, and for a trace without such a rate.
     """
-    if not (math.isfinite(requests_per_s) and requests_per_s > 0):
-        raise InputError(f"requests_per_s is {requests_per_s}, must be a number above 0", where=trace.name)
+    check_rate(requests_per_s, where=trace.name)
     factor = _rate(trace) / requests_per_s
     return replace(
         trace,
         arrival_s=trace.arrival_s * factor,
         source=f"{trace.source}, scaled to {requests_per_s:g} requests/s",
     )
+
+
+def check_rate(requests_per_s: float, *, where: str) -> None:
+    """InputError for a rate that no trace can have, NaN and infinity among them."""
+    if not LEAST_REQUESTS_PER_S <= requests_per_s <= MOST_REQUESTS_PER_S:
+        bounds = f"from {LEAST_REQUESTS_PER_S:g} to {MOST_REQUESTS_PER_S:g} requests/s"
+        raise InputError(f"requests_per_s is {requests_per_s:g}, must be {bounds}", where=where)
 
 
 def _duration_s(trace: Trace) -> float:
@@ -78,7 +88,9 @@ def _rate(trace: Trace) -> float:
         raise InputError(
             f"{len(trace)} requests without time between them have no rate", where=trace.name, fix="use a longer trace"
         )
-    return (len(trace) - 1) / _duration_s(trace)
+    rate = (len(trace) - 1) / _duration_s(trace)
+    check_rate(rate, where=trace.name)
+    return rate
 
 
 def _quantiles(tokens: NDArray[np.int64]) -> tuple[float, float, float]:

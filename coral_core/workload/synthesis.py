@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from coral_core.domain.workload import Trace
 from coral_core.errors import InputError
+from coral_core.workload.summary import check_rate
 
 MOST_REQUESTS = 100_000_000
 MOST_TOKENS = 100_000_000
@@ -97,8 +98,7 @@ def synthesize(
     """
     if not 1 <= requests <= MOST_REQUESTS:
         raise InputError(f"requests is {requests}, must be from 1 to {MOST_REQUESTS}", where=name)
-    if not (math.isfinite(requests_per_s) and requests_per_s > 0):
-        raise InputError(f"requests_per_s is {requests_per_s}, must be a number above 0", where=name)
+    check_rate(requests_per_s, where=name)
     if not 0 <= burstiness <= MOST_CV:
         raise InputError(f"burstiness is {burstiness}, must be from 0 to {MOST_CV:g}", where=name)
     input_tokens.check(f"{name}.input_tokens")

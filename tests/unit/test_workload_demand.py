@@ -73,8 +73,24 @@ def test_impossible_rates_are_refused(rate):
 
 
 def test_scaling_to_nothing_is_refused():
-    with pytest.raises(InputError, match="requests_per_s is 0, must be a number above 0"):
+    with pytest.raises(InputError, match="t: requests_per_s is 0, must be from 1e-09 to 1e\\+09 requests/s"):
         scale_rate(trace(), 0)
+
+
+@pytest.mark.parametrize("rate", [1e308, 1e-308, 1.1e9, 0.9e-9, 5e-324])
+def test_rates_beyond_any_service_are_refused_and_their_limits_are_not(rate):
+    with pytest.raises(InputError, match="t: requests_per_s is"):
+        scale_rate(trace(), rate)
+    # A trace whose own rate is no rate: times within nothing, or over ages.
+    with pytest.raises(InputError, match="t: requests_per_s is"):
+        length_statistics(trace((0.0, 1 / rate, 2 / rate) if rate > 5e-324 else (0.0, 5e-324)))
+
+
+@pytest.mark.parametrize("rate", [1e-9, 1e9])
+def test_the_limits_of_rates_can_be_reached(rate):
+    found = length_statistics(scale_rate(trace(), rate))
+    assert found.requests_per_s == pytest.approx(rate)
+    assert found.burstiness == pytest.approx(length_statistics(trace()).burstiness)
 
 
 def test_named_lengths_are_the_published_ones_and_assumptions_say_so():

@@ -158,6 +158,23 @@ def test_a_wrong_file_is_named_by_line_and_column(tmp_path, content, message):
         read_trace(write(tmp_path, content, "trace"))
 
 
+@pytest.mark.parametrize(
+    ("last", "requests"),
+    [
+        # A cut at the end of a line, or within the last number, leaves a legal file of fewer or smaller numbers.
+        ("4.315,396,109", 2), ("4.315,396,10", 2), ("4.315,396,1", 2), ("", 1),
+        ("4.315,396,", None), ("4.315,396", None), ("4.315,39", None), ("4.315,", None), ("4.315", None), ("4", None),
+    ],
+)  # fmt: skip
+def test_a_file_cut_short_is_refused_unless_the_cut_leaves_a_legal_one(tmp_path, last, requests):
+    path = write(tmp_path, PLAIN.replace("4.315,396,109\n", last))
+    if requests is not None:
+        assert len(read_trace(path)) == requests
+        return
+    with pytest.raises(InputError, match=r"trace.csv:3: "):
+        read_trace(path)
+
+
 @pytest.mark.parametrize("rows", [10, 200_000])
 def test_the_line_is_right_however_long_the_file(tmp_path, rows):
     body = "".join(f"{i},5,5\n" for i in range(rows))
