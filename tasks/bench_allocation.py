@@ -229,6 +229,7 @@ def grown(problem: AllocationProblem, *, models: int, regions: int, seed: int) -
     ids: list[str] = []
     owners: list[str] = []
     phases: list[Phase] = []
+    variants: list[str] = []
     demand: list[DemandRow] = []
     nodes, throughput = [], []
     for k in range(models):
@@ -238,6 +239,7 @@ def grown(problem: AllocationProblem, *, models: int, regions: int, seed: int) -
         ids.extend(f"{k}:{given.ids[i]}" for i in own)
         owners.extend([name] * len(own))
         phases.extend(given.phases[i] for i in own)
+        variants.extend("" if given.variants is None else given.variants[i] for i in own)
         nodes.append(given.nodes[own])
         throughput.append(given.throughput[own] * faster * rng.uniform(0.98, 1.02, len(own)))
         demand.extend(_scaled(row, name, asked) for row in problem.demand if row.model == names[k % len(names)])
@@ -254,6 +256,7 @@ def grown(problem: AllocationProblem, *, models: int, regions: int, seed: int) -
             phases=tuple(phases),
             nodes=np.concatenate(nodes),
             throughput=np.concatenate(throughput),
+            variants=None if given.variants is None else tuple(variants),
         ),
         demand=tuple(demand),
         running=(),

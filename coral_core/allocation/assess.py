@@ -24,7 +24,7 @@ from coral_core.domain.allocation import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """Per demand row: `missing_frac`, `deficit` (instances missing from the floor), `covered_frac` (rows, regions)."""
+    """Per demand row: `missing_frac`, `deficit` (instances missing from the floor), `covered_frac` (rows, places)."""
 
     cost_usd_per_h: float
     churn_usd_per_h: float
@@ -64,7 +64,8 @@ def assess(problem: AllocationProblem, coverage: Coverage, counts: Ints) -> Asse
     price_usd_per_h = price.sum(axis=1)
     added = np.maximum(number - _running_of(problem, t, r), 0)
     rows = len(problem.demand)
-    covered = np.zeros((rows, len(problem.regions)))
+    covered = np.zeros((rows, len(problem.regions) * coverage.n_variants))
+    place = coverage.place(t, r)
     instances = np.zeros(rows, dtype=np.int64)
     kind = coverage.group_of[t]
     for g, group in enumerate(coverage.groups):
@@ -73,7 +74,7 @@ def assess(problem: AllocationProblem, coverage: Coverage, counts: Ints) -> Asse
             instances[row] += number[own].sum()
             if amount > 0:
                 with np.errstate(over="ignore"):  # a tiny demand is covered infinitely often, which is enough
-                    np.add.at(covered[row], r[own], problem.templates.throughput[t[own]] * number[own] / amount)
+                    np.add.at(covered[row], place[own], problem.templates.throughput[t[own]] * number[own] / amount)
     missing = _missing(coverage, covered)
     return Assessment(
         cost_usd_per_h=math.fsum(price_usd_per_h * number),

@@ -82,6 +82,8 @@ def _check_nodes(problem: AllocationProblem) -> None:
 def _check_templates(templates: TemplateColumns, n_configs: int) -> None:
     n = len(templates)
     lengths = (len(templates.models), len(templates.phases), len(templates.throughput))
+    if templates.variants is not None and len(templates.variants) != n:
+        raise InputError(f"{len(templates.variants)} variants of {n} templates", where="templates")
     if lengths != (n, n, n) or templates.nodes.shape != (n, n_configs):
         raise InputError(f"arrays of unequal length: {(n, *lengths)}, nodes {templates.nodes.shape}", where="templates")
     _unique(templates.ids, "templates")

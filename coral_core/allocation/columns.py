@@ -45,6 +45,7 @@ def with_templates(problem: AllocationProblem, kept: Ints) -> AllocationProblem:
         phases=tuple(templates.phases[i] for i in index),
         nodes=templates.nodes[kept],
         throughput=templates.throughput[kept],
+        variants=None if templates.variants is None else tuple(templates.variants[i] for i in index),
     )
     return replace(problem, templates=taken)
 

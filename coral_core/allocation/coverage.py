@@ -8,6 +8,7 @@ throughput, but its floor and cap still count the instances.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,15 +38,23 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """Groups of templates that enter some row; `group_of` (templates,) their number, -1 for none; `active[i]`: row i has demand above 0; `pairs`: rows served together.
+    """Groups of templates that enter some row, and which rows are served together.
 
-    Each pair is the (prefill, decode) rows of a model that must be served in the same region (`pd_same_region`).
+    `group_of` (templates,): number of the group, -1 for none. `variant_of` (templates,) counts a model's variants where pairs
+    must not mix them, else 0; `n_variants`: the most of any model. `active[i]`: row i has demand above 0. `pairs`: the
+    (prefill, decode) rows of a model that must be served in the same region (`pd_same_region`), by one variant.
     """
 
     groups: tuple[Group, ...]
     group_of: Ints
+    variant_of: Ints
+    n_variants: int
     active: Bools
     pairs: tuple[tuple[int, int], ...]
+
+    def place(self, template: Ints, region: Ints) -> Ints:
+        """Where an instance serves: region and variant in one number, region * n_variants + variant."""
+        return region * self.n_variants + self.variant_of[template]
 
     def units(self) -> list[tuple[int, ...]]:
         """Active rows that share one shortfall: pairs, then the others alone, in order of their first row."""
@@ -57,7 +66,8 @@ class Coverage:
 def coverage_of(problem: AllocationProblem) -> Coverage:
     """Group the templates by the rows they enter. The problem must have passed `check_problem`."""
     groups = []
-    for (model, phase), members in members_by_kind(problem.templates).items():
+    variant_of = _variants(problem)
+    for (model, phase, _), members in _split(members_by_kind(problem.templates), variant_of):
         entered = [
             (i, amount) for i, row in enumerate(problem.demand) if (amount := _amount(row, model, phase)) is not None
         ]
@@ -71,7 +81,34 @@ def coverage_of(problem: AllocationProblem) -> Coverage:
         [bool(row.requests_per_s if row.tokens_per_s is None else row.tokens_per_s) for row in problem.demand],
         dtype=bool,
     )
-    return Coverage(groups=tuple(groups), group_of=group_of, active=active, pairs=_pairs(problem, active))
+    return Coverage(
+        groups=tuple(groups),
+        group_of=group_of,
+        variant_of=variant_of,
+        n_variants=int(variant_of.max(initial=0)) + 1,
+        active=active,
+        pairs=_pairs(problem, active),
+    )
+
+
+def _variants(problem: AllocationProblem) -> Ints:
+    """(templates,): number of the variant within its model, in order of first appearance; 0 where they may mix."""
+    templates = problem.templates
+    if templates.variants is None or not problem.options.pd_same_region:
+        return np.zeros(len(templates), dtype=np.int64)
+    numbers: dict[str, dict[str, int]] = {}
+    found = []
+    for model, variant in zip(templates.models, templates.variants, strict=True):
+        known = numbers.setdefault(model, {})
+        found.append(known.setdefault(variant, len(known)))
+    return np.array(found, dtype=np.int64)
+
+
+def _split(kinds: dict[tuple[str, Phase], Ints], variant_of: Ints) -> Iterator[tuple[tuple[str, Phase, int], Ints]]:
+    """Every kind by variant."""
+    for (model, phase), members in kinds.items():
+        for variant in np.unique(variant_of[members]).tolist():
+            yield (model, phase, variant), members[variant_of[members] == variant]
 
 
 def members_by_kind(templates: TemplateColumns) -> dict[tuple[str, Phase], Ints]:

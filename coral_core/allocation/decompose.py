@@ -149,26 +149,30 @@ class Block:
         return plain and active and alike
 
     def places(self) -> list[tuple[int | None, tuple[Items, ...]]]:
-        """Regions (None: all together) in which every row can be served, and the items of each row there."""
+        """Places (`Coverage.place`; None: all together) in which every row can be served, and each row's items there."""
         kind = self.coverage.group_of[self.columns.template]
         alone = {i: [g for g, group in enumerate(self.coverage.groups) if group.rows == (i,)] for i in self.rows}
         found: list[tuple[int | None, tuple[Items, ...]]] = []
-        for r in range(len(self.problem.regions)) if self.by_region else (None,):
-            here = np.ones(len(kind), dtype=bool) if r is None else self.columns.region == r
+        place = self.coverage.place(self.columns.template, self.columns.region)
+        for p in sorted(set(place.tolist())) if self.by_region else (None,):
+            here = np.ones(len(kind), dtype=bool) if p is None else place == p
             own = tuple(
                 joined([self._items(here & (kind == g), self.coverage.groups[g].amounts[0]) for g in alone[i]])
                 for i in self.rows
             )
             if all(len(items) for items in own):
-                found.append((r, own))
+                found.append((p, own))
         return found
 
     def cover_problem(self) -> CoverProblem:
         """The block as a covering problem; its columns keep their numbers."""
-        everywhere = self._items(np.zeros(len(self.columns), dtype=bool), 1.0)
-        for g, group in enumerate(self.coverage.groups):
-            if len(group.rows) > 1 and group.rows[0] in self.rows:
-                everywhere = self._items(self.coverage.group_of[self.columns.template] == g, group.amounts[0])
+        everywhere = joined(
+            [
+                self._items(self.coverage.group_of[self.columns.template] == g, group.amounts[0])
+                for g, group in enumerate(self.coverage.groups)
+                if len(group.rows) > 1 and group.rows[0] in self.rows
+            ]
+        )
         return CoverProblem(places=tuple(own for _, own in self.places()), everywhere=everywhere)
 
     def _items(self, chosen: Bools, amount: float) -> Items:

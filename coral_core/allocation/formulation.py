@@ -4,7 +4,7 @@ Data: A_rc nodes we may hold; U_tc nodes, T_t throughput, p_tr price of a templa
   D_i demand, w_i weight, f_i floor, g_i cap of a row; a_ti = min(T_t / D_i, 1).
 Variables: x_tr integer >= 0 (new, at p(1+K)) and o_tr integer in [0, nu'_tr] (running, at p) where K > 0; s_u in [0, 1]
   missing fraction of unit u (a row, or the two rows of a same-region pair); d_ur in [0, 1] fraction of a pair served in
-  r; e_i in [0, f_i] instances missing from a floor.
+  place r (a region, and one variant of the model where there are several); e_i in [0, f_i] instances missing from a floor.
 Constraints, by family:
   capacity  sum_t U_tc (x + o)_tr <= A_rc                       for each r, c
   demand    sum_tr a_ti (x + o)_tr + s_u >= 1                   for each active row i alone in its unit u
@@ -52,7 +52,7 @@ RowKey = tuple[Family, int, int]
 class Formulation:
     """A program with its meaning: `program` has the columns, then s, d, e; `row_scale` turns demand rows into fractions.
 
-    `row_key` names each row: (family, index a, index b): capacity (r, c), demand (i, 0), region (i, r), pair (u, 0),
+    `row_key` names each row: (family, index a, index b): capacity (r, c), demand (i, 0), region (i, place), pair (u, 0),
     floor (i, 0), cap (i, 0).
     """
 
@@ -168,7 +168,8 @@ def formulate(
     chosen = tuple(range(len(problem.demand))) if rows is None else rows
     units = tuple(unit for unit in coverage.units() if unit[0] in chosen)
     floors = tuple(i for i in chosen if problem.demand[i].min_instances > 0)
-    n_served = sum(len(problem.regions) for unit in units if len(unit) > 1)
+    n_places = len(problem.regions) * coverage.n_variants
+    n_served = sum(n_places for unit in units if len(unit) > 1)
     n_s, n_d, n_e = len(units), n_served, len(floors)
     s, d, e = np.split(len(columns) + np.arange(n_s + n_d + n_e), (n_s, n_s + n_d))
     n = len(columns) + n_s + n_d + n_e
@@ -176,7 +177,8 @@ def formulate(
     built = _Rows()
     if capacity:
         _add_capacity(built, problem, columns)
-    _add_demand(built, units, entered, columns, s, d.reshape(-1, len(problem.regions)) if n_d else d)
+    place = coverage.place(columns.template, columns.region)
+    _add_demand(built, units, entered, place, s, d.reshape(-1, n_places) if n_d else d)
     for i in chosen:
         row, index = problem.demand[i], entered[i][0]
         if i in floors:
@@ -232,7 +234,7 @@ def _add_demand(
     built: _Rows,
     units: tuple[tuple[int, ...], ...],
     entered: dict[int, tuple[Ints, Floats]],
-    columns: Columns,
+    place: Ints,
     *variables: Ints,
 ) -> None:
     """Demand rows, or region and pair rows; a row's largest coefficient is brought to 1, beside which solvers' tolerances are small."""
@@ -247,7 +249,7 @@ def _add_demand(
         for i in unit:
             index, frac = entered[i]
             for r in range(d.shape[1]):
-                here = columns.region[index] == r
+                here = place[index] == r
                 served = (d[pair, [r]], -np.ones(1))
                 built.add((Family.REGION, i, r), (index[here], frac[here]), served, lower=0.0, scale=_scale(frac[here]))
         built.add((Family.PAIR, u, 0), (d[pair], np.ones(d.shape[1])), missing, lower=1.0)

@@ -197,7 +197,7 @@ def bound_if_used(tolls: Tolls) -> Floats:
     for block, block_least in zip(tolls.blocks, tolls.least_usd_per_h, strict=True):
         base = tolls.bound_usd_per_h - block_least
         table = completions(block.cover_problem())
-        regions = [region for region, _ in block.places()]
+        places = [place for place, _ in block.places()]
         for group in block.groups:
             members = group.members
             frac = fraction(fronts.problem.templates.throughput[members], group.amounts[0])
@@ -205,9 +205,12 @@ def bound_if_used(tolls: Tolls) -> Floats:
             rest = np.full((len(members), len(fronts.problem.regions)), np.inf)
             if len(group.rows) > 1:
                 rest[:] = table.everywhere[units][:, None]
-            for k, region in enumerate(regions if len(group.rows) == 1 else ()):
-                beside = table.rows[k][block.rows.index(group.rows[0])][units]
-                rest[:, slice(None) if region is None else slice(region, region + 1)] = beside[:, None]
+            variant = int(fronts.coverage.variant_of[members[0]])
+            for k, place in enumerate(places if len(group.rows) == 1 else ()):
+                region, of_variant = (None, variant) if place is None else divmod(place, fronts.coverage.n_variants)
+                if of_variant == variant:
+                    beside = table.rows[k][block.rows.index(group.rows[0])][units]
+                    rest[:, slice(None) if region is None else slice(region, region + 1)] = beside[:, None]
             own = np.maximum(fronts.new_usd_per_h[members] + rest, block_least)
             least[members] = np.where(frac[:, None] > 0, base + own, np.inf)
     return least

@@ -23,7 +23,7 @@ def verify_allocation(problem: AllocationProblem, result: AllocationResult) -> N
     """Raise PlanViolationError unless the plan respects every limit and states its cost, shortfall and bound rightly.
 
     Checked: names and counts, capacity per region and configuration, caps, floors and their deficit, shortfall of every
-    row (same-region service where that is on), cost, churn, bound <= objective, and the status against the gap.
+    row (by one variant in one region where that is on), cost, churn, bound <= objective, and the status against the gap.
     """
     held = _counts(problem, result)
     _check_capacity(problem, held)
@@ -72,7 +72,8 @@ def _check_rows(problem: AllocationProblem, result: AllocationResult, held: dict
     if len(result.shortfall) != len(problem.demand):
         raise PlanViolationError(f"{len(result.shortfall)} entries for {len(problem.demand)} rows", where="shortfall")
     templates = problem.templates
-    covered = [[0.0] * len(problem.regions) for _ in problem.demand]
+    covered: list[dict[tuple[int, str], float]] = [defaultdict(float) for _ in problem.demand]
+    apart = problem.options.pd_same_region and templates.variants is not None
     for i, row in enumerate(problem.demand):
         instances = 0
         for (t, r), count in held.items():
@@ -82,7 +83,8 @@ def _check_rows(problem: AllocationProblem, result: AllocationResult, held: dict
             demand = row.requests_per_s if templates.phases[t] is Phase.AGGREGATED else row.tokens_per_s
             if _asks(row):
                 assert demand is not None
-                covered[i][r] += float(templates.throughput[t]) * count / demand
+                variant = templates.variants[t] if apart and templates.variants is not None else ""
+                covered[i][r, variant] += float(templates.throughput[t]) * count / demand
         _check_bounds(result, i, row, instances)
     for i, row in enumerate(problem.demand):
         missing = max(0.0, 1.0 - _served(problem, covered, i)) if _asks(row) else 0.0
@@ -103,7 +105,7 @@ def _check_bounds(result: AllocationResult, i: int, row: DemandRow, instances: i
         )
 
 
-def _served(problem: AllocationProblem, covered: list[list[float]], i: int) -> float:
+def _served(problem: AllocationProblem, covered: list[dict[tuple[int, str], float]], i: int) -> float:
     row = problem.demand[i]
     partner = None
     if problem.options.pd_same_region and row.phase is not Phase.AGGREGATED:
@@ -111,8 +113,8 @@ def _served(problem: AllocationProblem, covered: list[list[float]], i: int) -> f
             (k for k, other in enumerate(problem.demand) if other.model == row.model and k != i and _asks(other)), None
         )
     if partner is None:
-        return math.fsum(covered[i])
-    return math.fsum(min(own, other) for own, other in zip(covered[i], covered[partner], strict=True))
+        return math.fsum(covered[i].values())
+    return math.fsum(min(own, covered[partner].get(place, 0.0)) for place, own in covered[i].items())
 
 
 def _check_shortfall(result: AllocationResult, i: int, row: DemandRow, missing: float) -> None:

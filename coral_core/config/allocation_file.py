@@ -42,6 +42,7 @@ class _Template(_Strict):
     id: Name
     model: Name
     phase: PhaseName
+    variant: Name | None = None
     nodes: Annotated[dict[Name, Count], Field(min_length=1)]
     throughput_tokens_per_s: Amount | None = None
     throughput_requests_per_s: Amount | None = None
@@ -150,6 +151,7 @@ def _columns(templates: list[_Template], configs: tuple[str, ...]) -> TemplateCo
         phases=tuple(Phase(template.phase) for template in templates),
         nodes=nodes,
         throughput=np.array([_throughput(i, template) for i, template in enumerate(templates)], dtype=np.float64),
+        variants=tuple(template.variant or "" for template in templates) if any(t.variant for t in templates) else None,
     )
 
 

@@ -17,7 +17,9 @@ class TemplateColumns:
     """Templates as arrays, one entry each: all that allocation needs of them.
 
     `nodes` is (n, C), counts in the order of the problem's `configs`. `throughput` is tokens/s, or requests/s where
-    the phase is `aggregated`.
+    the phase is `aggregated`. `variants` (dtypes of the weights) compete for the model's demand; with `pd_same_region`
+    prefill and decode of a request are of one variant, without it the KV cache is taken to pass from any to any. None:
+    one variant per model.
     """
 
     ids: tuple[str, ...]
@@ -25,6 +27,7 @@ class TemplateColumns:
     phases: tuple[Phase, ...]
     nodes: NDArray[np.int64]
     throughput: NDArray[np.float64]
+    variants: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import defaultdict
 
 import pytest
 from hypothesis import given, settings
@@ -56,22 +57,23 @@ def value(doc, plan):
         if number > row.get("max_instances", math.inf):
             return None
         deficit += max(0, row.get("min_instances", 0) - number)
-        by_region = dict.fromkeys(doc["regions"], 0.0)
+        by_place = defaultdict(float)
         for (t, r), n in inside.items():
             template = doc["templates"][t]
             if not asks(row):
                 continue
+            place = (r, template.get("variant") if doc["options"]["pd_same_region"] else None)
             if template["phase"] == "aggregated":
-                by_region[r] += n * template["throughput_requests_per_s"] / row["requests_per_s"]
+                by_place[place] += n * template["throughput_requests_per_s"] / row["requests_per_s"]
             else:
-                by_region[r] += n * template["throughput_tokens_per_s"] / row["tokens_per_s"]
-        cover.append(by_region)
+                by_place[place] += n * template["throughput_tokens_per_s"] / row["tokens_per_s"]
+        cover.append(by_place)
     missing = []
     for i, row in enumerate(doc["demand"]):
         together = [i]
         if doc["options"]["pd_same_region"] and row["phase"] != "aggregated":
             together += [k for k, o in enumerate(doc["demand"]) if k != i and o["model"] == row["model"] and asks(o)]
-        served = sum(min(cover[k][r] for k in together) for r in doc["regions"])
+        served = sum(min(cover[k].get(place, 0.0) for k in together) for place in cover[i])
         missing.append(max(0.0, 1.0 - served) if asks(row) else 0.0)
     missing = [0.0 if m < 1e-9 else m for m in missing]
     runs = {(x["template"], x["region"]): x["count"] for x in doc["running"]}
@@ -104,7 +106,7 @@ def documents(draw, *, same_region=None):
     configs = [f"c{i}" for i in range(draw(st.integers(1, 3)))]
     regions = [f"r{i}" for i in range(draw(st.integers(1, 2)))]
     models = ["m", "n"][: draw(st.integers(1, 2))]
-    aggregated = draw(st.booleans())
+    aggregated, variants = draw(st.booleans()), draw(st.booleans())
     offers = st.fixed_dictionaries(
         {
             "available": st.sampled_from([0, 1, 2, 3, 4, 4]),
@@ -139,7 +141,8 @@ def documents(draw, *, same_region=None):
         model, phase = draw(st.sampled_from([*sorted(uses), *sorted(uses), ("m", "prefill")]))
         nodes = draw(st.dictionaries(st.sampled_from(configs), st.integers(1, 2), min_size=1, max_size=2))
         unit = "throughput_requests_per_s" if phase == "aggregated" else "throughput_tokens_per_s"
-        doc["templates"].append({"id": f"t{t}", "model": model, "phase": phase, "nodes": nodes, unit: throughput(draw)})
+        template = {"id": f"t{t}", "model": model, "phase": phase, "nodes": nodes, unit: throughput(draw)}
+        doc["templates"].append(template | ({"variant": draw(st.sampled_from(["bf16", "fp8"]))} if variants else {}))
     for template, region in itertools.product([*doc["templates"], {"id": "gone"}], regions):
         if draw(st.integers(0, 3)) == 0:
             doc["running"].append({"template": template["id"], "region": region, "count": draw(st.integers(0, 3))})
