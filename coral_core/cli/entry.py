@@ -38,6 +38,7 @@ app.command(
     "coral_core.cli.doctor:doctor", name="doctor", help="What is installed, licensed and reachable; input ages."
 )
 app.command("coral_core.cli.demo:demo", name="demo", help="The main job on the scenario `tiny`, end to end.")
+app.command("coral_core.cli.simulate:simulate", name="simulate", help="One policy on a scenario, in the simulator.")
 app.register_install_completion_command(name="--install-completion")
 
 

@@ -1,4 +1,4 @@
-"""`coral evaluate`: how settings change what a library or a plan is worth."""
+"""`coral evaluate`: policies compared on a scenario, and how settings change what a library is worth."""
 
 from __future__ import annotations
 
@@ -8,13 +8,73 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from coral_core.cli.options import AsJson, ScenarioName
-from coral_core.cli.output import print_json, print_note, print_table
-from coral_core.cli.work import resolved_scenario
+from coral_core.cli.evaluate_scenario import (
+    Decode,
+    Policies,
+    Prefill,
+    Scenario,
+    Seeds,
+    chosen_utilization,
+    prepared,
+    show_evaluation,
+    step_note,
+)
+from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
+from coral_core.cli.output import print_json, print_note, print_table, print_text
+from coral_core.cli.work import open_configured_store, resolved_scenario
 from coral_core.config.scenario import LibraryMethod
 from coral_core.errors import InputError
 
-app = App(name="evaluate", help="How settings change what a library or a plan is worth.")
+app = App(name="evaluate", help="Policies compared on a scenario, in the simulator; how settings change a library.")
+
+
+@app.default
+def evaluate(
+    scenario: Scenario = "tiny",
+    *,
+    policies: Policies = (),
+    seeds: Seeds = (),
+    prefill_utilization: Prefill = None,
+    decode_utilization: Decode = None,
+    dry_run: Annotated[bool, Parameter(negative="", help="Record nothing but the libraries.")] = False,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a scenario by several policies, simulate the same requests on each fleet, compare, and record the figures.
+
+    Coral plans from templates that split the latency bound freely, the others from those of the published equal split:
+    two libraries, built first where they are missing. Costs are predicted, service is simulated.
+    """
+    from artifacts.evaluations import REPORT, write_evaluation
+    from coral_core.clock import SystemClock
+    from coral_core.report.evaluation_report import evaluation_markdown
+    from tasks.evaluate import evaluate as evaluated
+
+    utilization = chosen_utilization(prefill_utilization, decode_utilization)
+    source, chosen = prepared(scenario, policies, store=store, quiet=as_json)
+    found = evaluated(
+        source,
+        chosen,
+        list(dict.fromkeys(seeds)) or list(source.resolved.scenario.seeds),
+        utilization=utilization,
+        on_step=step_note(quiet=as_json),
+    )
+    url = None
+    if not dry_run:
+        urls = write_evaluation(
+            open_configured_store(store),
+            found.document["scenario"],
+            SystemClock().now(),
+            document=found.document,
+            tables=found.tables,
+            report_md=evaluation_markdown(found.document),
+        )
+        url = urls[REPORT]
+    if as_json:
+        print_json({**found.document, "url": url})
+        return
+    show_evaluation(found.document)
+    print_text(f"\nwritten to {url}" if url else "\ndry run: nothing was recorded")
 
 
 @app.command

@@ -1,0 +1,74 @@
+"""Evaluations: the summary as JSON, the figures behind it as Parquet, and a report to read.
+
+summary.json is written last and holds the hashes of the others: where it is, the evaluation is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from artifacts.canonical import canonical_json, parsed_object, sha256_hex
+from artifacts.keys import checked_name, evaluation_group, parse_time
+from artifacts.store import Store
+from coral_core.errors import StoreError
+
+SUMMARY: Final = "summary.json"
+REPORT: Final = "report.md"
+
+
+def write_evaluation(
+    store: Store,
+    scenario: str,
+    time: datetime,
+    *,
+    document: Mapping[str, Any],
+    tables: Mapping[str, Sequence[Mapping[str, Any]]],
+    report_md: str,
+) -> dict[str, str]:
+    """Record an evaluation; URLs by file name. Repeating the same call is harmless.
+
+    Tables without rows are left out. Raises InputError for content that JSON cannot hold (NaN; the key path is named),
+    StoreConflictError where another evaluation has the same scenario and time.
+    """
+    group = evaluation_group(scenario, time)
+    files = {f"{checked_name(name, 'table')}.parquet": _parquet(rows) for name, rows in tables.items() if rows}
+    files[REPORT] = report_md.encode()
+    hashes = {name: sha256_hex(data) for name, data in files.items()}
+    files[SUMMARY] = canonical_json({**document, "sha256": hashes})
+    for name, data in files.items():
+        store.put_once(f"{group}/{name}", data)
+    return {name: store.url_of(f"{group}/{name}") for name in files}
+
+
+def list_evaluations(store: Store, scenario: str) -> list[datetime]:
+    """Times of the scenario's whole evaluations, oldest first."""
+    group = f"evaluations/{checked_name(scenario, 'scenario')}"
+    found = (key.removeprefix(f"{group}/").rpartition("/") for key in store.list_keys(group))
+    return sorted(parse_time(folder) for folder, _, name in found if name == SUMMARY)
+
+
+def read_evaluation(store: Store, scenario: str, time: datetime) -> dict[str, Any]:
+    """The summary of an evaluation, `sha256` with the hashes of the files beside it."""
+    key = f"{evaluation_group(scenario, time)}/{SUMMARY}"
+    return parsed_object(store.get(key), where=store.url_of(key))
+
+
+def read_table(store: Store, scenario: str, time: datetime, name: str) -> pa.Table:
+    """One of the evaluation's tables. Raises StoreError where it is not what its summary names."""
+    file = f"{checked_name(name, 'table')}.parquet"
+    key = f"{evaluation_group(scenario, time)}/{file}"
+    data = store.get(key)
+    if read_evaluation(store, scenario, time)["sha256"].get(file) != sha256_hex(data):
+        raise StoreError("is not what its summary names", where=store.url_of(key), fix="the file was changed later")
+    return pq.read_table(pa.BufferReader(data))
+
+
+def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), sink, compression="zstd")
+    return bytes(sink.getvalue())

@@ -1,0 +1,40 @@
+"""`coral simulate`: one policy on a scenario, epoch by epoch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from coral_core.cli.evaluate_scenario import Decode, Prefill, Scenario, chosen_utilization, prepared, step_note
+from coral_core.cli.options import AsJson, StoreUrl
+from coral_core.cli.output import print_json, print_table, print_text
+
+
+def simulate(
+    scenario: Scenario = "tiny",
+    *,
+    policy: Annotated[str, Parameter(help="coral, coral_paper, homo_joint, homo, cauchy or helix.")] = "coral",
+    seed: Annotated[int | None, Parameter(help="Of the requests; default: the scenario's first.")] = None,
+    prefill_utilization: Prefill = None,
+    decode_utilization: Decode = None,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a scenario's epochs by one policy and simulate its requests on that fleet; nothing is recorded."""
+    from coral_core.report.evaluation_report import epochs_table, evaluation_notes, models_table
+    from tasks.evaluate import evaluate
+
+    utilization = chosen_utilization(prefill_utilization, decode_utilization)
+    source, chosen = prepared(scenario, [policy], store=store, quiet=as_json)
+    seeds = [source.resolved.scenario.seeds[0] if seed is None else seed]
+    found = evaluate(source, chosen, seeds, utilization=utilization, on_step=step_note(quiet=as_json))
+    if as_json:
+        print_json({**found.document, "tables": found.tables})
+        return
+    print_text(f"Simulation of {found.document['scenario']} under {policy}")
+    for note in evaluation_notes(found.document):
+        print_text(f"note: {note}")
+    for table in (epochs_table(found.tables), models_table(found.document)):
+        print_text("")
+        print_table(table.title, table.columns, table.rows)

@@ -1,0 +1,275 @@
+"""Policies x seeds of a scenario: plan, simulate, compare; tables, one JSON document, and a report.
+
+Costs and solve times come from the plans (predicted, at list prices), service from the simulator (simulated). A policy's
+plans do not depend on the seed, which draws the requests; confidence intervals are over seeds, and ratios of goodput are
+formed per seed, for all policies meet the same requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any, Final
+
+from coral_core import __version__
+from coral_core.allocation.policies import Policy
+from coral_core.config.resolve import ResolvedScenario
+from coral_core.domain.workload import Phase
+from coral_core.report.intervals import CONFIDENCE_FRAC, interval
+from coral_core.report.published import PUBLISHED, SOURCE
+from coral_core.sim import Latencies, ModelMetrics
+from tasks.replay import (
+    PolicyPlans,
+    Replay,
+    TemplateSource,
+    fleet_of,
+    instance_counts,
+    plan_epochs,
+    replay,
+    template_prices,
+    why_not_simulated,
+)
+
+SCHEMA_VERSION: Final = 1
+SUBJECTS: Final = ("coral", "coral_paper")
+"""Policies that others are compared with."""
+KINDS: Final = {
+    "cost_usd_per_h": "predicted",
+    "provisioning_usd_per_h": "predicted",
+    "startup_usd_per_h": "predicted",
+    "shortfall_frac": "predicted",
+    "solve_s": "measured on this machine",
+    "billed_usd_per_h": "simulated",
+    "goodput_tokens_per_s": "simulated",
+    "attainment_frac": "simulated",
+    "ttft": "simulated",
+    "tpot": "simulated",
+}
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """`document` is the summary, `tables` the figures behind it: epochs, costs, instances (by plan), service (by run)."""
+
+    document: Row
+    tables: Mapping[str, list[Row]]
+
+
+def evaluate(
+    source: TemplateSource,
+    policies: Mapping[str, Policy],
+    seeds: Sequence[int],
+    *,
+    utilization: Mapping[Phase, float] | None = None,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> Evaluation:
+    """Evaluate the policies on the scenario's requests of each seed."""
+    resolved = source.resolved
+    reason = why_not_simulated(resolved)
+    tables: dict[str, list[Row]] = {"epochs": [], "costs": [], "instances": [], "service": []}
+    summaries: dict[str, Row] = {}
+    for name, policy in policies.items():
+        on_step(f"{name}: planning {resolved.scenario.epochs.count} epochs")
+        plans = plan_epochs(source, policy, utilization=utilization)
+        runs: list[Replay] = []
+        if not reason:
+            fleet = fleet_of(resolved, plans)
+            for seed in seeds:
+                on_step(f"{name}: simulating seed {seed}")
+                runs.append(replay(resolved, plans, seed=seed, fleet=fleet))
+        tables["epochs"] += _epoch_rows(plans)
+        tables["costs"] += _cost_rows(resolved, plans)
+        tables["instances"] += _instance_rows(resolved, plans)
+        tables["service"] += [row for run in runs for row in _service_rows(run)]
+        summaries[name] = _summary(plans, runs, reason)
+    utilizations = {**resolved.scenario.capacity.max_utilization_frac, **(utilization or {})}
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "code_version": __version__,
+        "scenario": resolved.scenario.name,
+        "inputs": resolved.scenario.model_dump(mode="json"),
+        "max_utilization_frac": {phase.value: utilizations.get(phase, 1.0) for phase in Phase},
+        "seeds": list(seeds),
+        "epochs": resolved.scenario.epochs.count,
+        "kinds": KINDS,
+        "confidence_frac": CONFIDENCE_FRAC,
+        "policies": summaries,
+        "ratios": {
+            subject: {name: _ratio(resolved, summaries, subject, name) for name in summaries if name != subject}
+            for subject in SUBJECTS
+            if subject in summaries
+        },
+        "published_source": SOURCE,
+        "supply_nodes": source.supply.sum(axis=(1, 2)).tolist(),
+    }
+    return Evaluation(document=document, tables=tables)
+
+
+def _epoch_rows(plans: PolicyPlans) -> list[Row]:
+    rows = []
+    for epoch, plan in enumerate(plans.epochs):
+        counts, result = instance_counts(plans, epoch), plan.result
+        rows.append(
+            {
+                "policy": plans.policy,
+                "epoch": epoch,
+                "provisioning_usd_per_h": result.cost_usd_per_h,
+                "startup_usd_per_h": result.churn_usd_per_h,
+                "cost_usd_per_h": result.objective_usd_per_h,
+                "bound_usd_per_h": result.bound_usd_per_h,
+                "status": result.status.value,
+                "shortfall_frac": max((item.frac for item in result.shortfall), default=0.0),
+                "solve_s": plan.solve_s,
+                **{name: counts[name] for name in ("instances", "mixed_instances", "nodes")},
+            }
+        )
+    return rows
+
+
+def _cost_rows(resolved: ResolvedScenario, plans: PolicyPlans) -> list[Row]:
+    """By epoch, model and phase; only of templates that the library holds (a fixed pool is one, whole)."""
+    prices = template_prices(resolved, plans)
+    rows: list[Row] = []
+    for epoch, plan in enumerate(plans.epochs):
+        sums: dict[tuple[str, str], list[float]] = {}
+        for key, count in plan.counts.items():
+            if key not in prices:
+                continue
+            template = plans.templates[key[0]]
+            total = sums.setdefault((template.model, template.phase.value), [0.0, 0, 0])
+            mixed = len(template.placement.combination) > 1
+            for at, value in enumerate((count * prices[key], count, count * mixed)):
+                total[at] += value
+        rows += [
+            {
+                "policy": plans.policy,
+                "epoch": epoch,
+                "model": model,
+                "phase": phase,
+                "provisioning_usd_per_h": total[0],
+                "instances": int(total[1]),
+                "mixed_instances": int(total[2]),
+            }
+            for (model, phase), total in sorted(sums.items())
+        ]
+    return rows
+
+
+def _instance_rows(resolved: ResolvedScenario, plans: PolicyPlans) -> list[Row]:
+    prices = template_prices(resolved, plans)
+    rows = []
+    for epoch, plan in enumerate(plans.epochs):
+        for (name, region), count in sorted(plan.counts.items()):
+            template = plans.templates.get(name)
+            rows.append(
+                {
+                    "policy": plans.policy,
+                    "epoch": epoch,
+                    "template": name,
+                    "region": region,
+                    "count": count,
+                    "model": template.model if template else None,
+                    "phase": template.phase.value if template else None,
+                    "stages": [
+                        {"layers": stage.layers, "nodes": list(stage.nodes)} for stage in template.placement.stages
+                    ]
+                    if template
+                    else None,
+                    "price_usd_per_h": prices.get((name, region)),
+                }
+            )
+    return rows
+
+
+def _service_rows(run: Replay) -> list[Row]:
+    """By epoch and model, `*` for all models; epoch None is the whole run."""
+    rows = []
+    for epoch, metrics in [*enumerate(run.epochs), (None, run.whole)]:
+        for name, one in metrics.items():
+            rows.append({"policy": run.policy, "seed": run.seed, "epoch": epoch, "model": name, **_service(one)})
+    return rows
+
+
+def _service(one: ModelMetrics) -> Row:
+    return {
+        "offered_requests": one.offered_requests,
+        "offered_tokens_per_s": one.offered_tokens_per_s,
+        "goodput_tokens_per_s": one.goodput_tokens_per_s,
+        "attainment_frac": _known(one.attainment_frac),
+        "throughput_tokens_per_s": one.throughput_tokens_per_s,
+        **_percentiles("ttft", one.ttft),
+        **_percentiles("tpot", one.tpot),
+        "failed_requests": one.failed_requests,
+        "unfinished_requests": one.unfinished_requests,
+    }
+
+
+def _percentiles(name: str, latencies: Latencies) -> Row:
+    return {f"{name}_p{percent:g}_s": _known(value) for percent, value in latencies.percentile_s.items()}
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _summary(plans: PolicyPlans, runs: Sequence[Replay], reason: str) -> Row:
+    """One policy: means over epochs of its plans, and over seeds of its runs."""
+    epochs = _epoch_rows(plans)
+    names = ("cost_usd_per_h", "provisioning_usd_per_h", "startup_usd_per_h", "instances", "mixed_instances", "nodes")
+    whole = [run.whole["*"] for run in runs]
+    goodput = interval([one.goodput_tokens_per_s for one in whole])
+    attainment = interval([one.attainment_frac for one in whole])
+    notes = sorted({note for run in runs for note in run.notes})
+    return {
+        **{name: fmean(row[name] for row in epochs) for name in names},
+        "goodput_tokens_per_s": goodput.mean,
+        "attainment_frac": attainment.mean,
+        "offered_tokens_per_s": interval([one.offered_tokens_per_s for one in whole]).mean,
+        "without_handover_attainment_frac": interval([run.without_handover["*"].attainment_frac for run in runs]).mean,
+        "billed_usd_per_h": interval([fmean(run.billed_usd_per_h) for run in runs]).mean,
+        "shortfall_frac": max(row["shortfall_frac"] for row in epochs),
+        "solve_s": {"mean": fmean(row["solve_s"] for row in epochs), "max": max(row["solve_s"] for row in epochs)},
+        "library_method": plans.method,
+        "intervals": {"goodput_tokens_per_s": asdict(goodput), "attainment_frac": asdict(attainment)},
+        "goodput_by_seed_tokens_per_s": [one.goodput_tokens_per_s for one in whole],
+        "models": {
+            model: {
+                name: interval([_service(run.whole[model])[name] for run in runs]).mean
+                for name in _service(runs[0].whole[model])
+            }
+            for model in (runs[0].whole if runs else ())
+            if model != "*"
+        },
+        "digests": [run.digest for run in runs],
+        "notes": [*notes, *([f"not simulated: {reason}"] if reason else [])],
+    }
+
+
+def _ratio(resolved: ResolvedScenario, summaries: Mapping[str, Row], subject: str, name: str) -> Row:
+    """The subject against another policy: how much dearer that one is, how much more goodput the subject has."""
+    ours, theirs = summaries[subject], summaries[name]
+    by_seed = list(
+        zip(ours["goodput_by_seed_tokens_per_s"], theirs["goodput_by_seed_tokens_per_s"], strict=True),
+    )
+    goodput = interval([_quotient(a, b) for a, b in by_seed])
+    cost = _quotient(theirs["cost_usd_per_h"], ours["cost_usd_per_h"])
+    per_usd = None if cost is None else interval([_times(_quotient(a, b), cost) for a, b in by_seed])
+    published = PUBLISHED.get((resolved.scenario.name, name))
+    return {
+        "cost_ratio": cost,
+        "goodput_ratio": goodput.mean,
+        "goodput_per_usd_ratio": per_usd.mean if per_usd else None,
+        "intervals": {"goodput_ratio": asdict(goodput)},
+        "published": asdict(published) if published else None,
+    }
+
+
+def _quotient(a: float, b: float) -> float | None:
+    return a / b if b > 0 else None
+
+
+def _times(a: float | None, b: float) -> float | None:
+    return None if a is None else a * b

@@ -1,0 +1,187 @@
+"""An evaluation adds up: its summary is what its tables say, ratios are of its own figures, and it is recorded whole."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+
+import pytest
+
+from artifacts.evaluations import list_evaluations, read_evaluation, read_table, write_evaluation
+from artifacts.store import open_store
+from coral_core.cli.entry import run
+from coral_core.config.policies import scenario_policies
+from coral_core.errors import StoreError
+from coral_core.report.evaluation_report import evaluation_markdown, evaluation_tables
+from tasks.evaluate import KINDS, evaluate
+from tests.fakes.evaluation_cases import micro, resolved, source_of
+
+NOW = datetime(2026, 5, 1, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    scenario = resolved(tmp_path_factory.mktemp("micro"))
+    return evaluate(source_of(scenario), scenario_policies(scenario), [0, 1])
+
+
+def rows_of(found, table, **where):
+    return [row for row in found.tables[table] if all(row[name] == value for name, value in where.items())]
+
+
+def test_the_summary_is_what_the_tables_say(found):
+    assert list(found.document["policies"]) == ["coral", "coral_paper", "homo_joint", "homo"]
+    for name, one in found.document["policies"].items():
+        epochs = rows_of(found, "epochs", policy=name)
+        assert one["cost_usd_per_h"] == pytest.approx(sum(row["cost_usd_per_h"] for row in epochs) / 2)
+        assert one["cost_usd_per_h"] == pytest.approx(one["provisioning_usd_per_h"] + one["startup_usd_per_h"])
+        for row in epochs:
+            parts = rows_of(found, "costs", policy=name, epoch=row["epoch"])
+            assert sum(part["provisioning_usd_per_h"] for part in parts) == pytest.approx(row["provisioning_usd_per_h"])
+            assert {part["phase"] for part in parts} == {"prefill", "decode"}
+            instances = rows_of(found, "instances", policy=name, epoch=row["epoch"])
+            assert sum(item["count"] for item in instances) == row["instances"]
+            assert sum(item["count"] * item["price_usd_per_h"] for item in instances) == pytest.approx(
+                row["provisioning_usd_per_h"]
+            )
+        whole = rows_of(found, "service", policy=name, epoch=None, model="*")
+        assert [row["goodput_tokens_per_s"] for row in whole] == one["goodput_by_seed_tokens_per_s"]
+        assert one["goodput_tokens_per_s"] == pytest.approx(sum(one["goodput_by_seed_tokens_per_s"]) / 2)
+        for seed, row in enumerate(whole):
+            by_epoch = rows_of(found, "service", policy=name, seed=seed, model="*")[:-1]
+            assert len(by_epoch) == 2
+            assert row["goodput_tokens_per_s"] == pytest.approx(
+                sum(part["goodput_tokens_per_s"] for part in by_epoch) / 2
+            )
+
+
+def test_ratios_are_of_the_evaluations_own_figures(found):
+    policies, ratios = found.document["policies"], found.document["ratios"]
+    assert set(ratios) == {"coral", "coral_paper"}
+    ours, theirs = policies["coral"], policies["homo"]
+    ratio = ratios["coral"]["homo"]
+    assert ratio["cost_ratio"] == pytest.approx(theirs["cost_usd_per_h"] / ours["cost_usd_per_h"])
+    pairs = zip(ours["goodput_by_seed_tokens_per_s"], theirs["goodput_by_seed_tokens_per_s"], strict=True)
+    assert ratio["goodput_ratio"] == pytest.approx(sum(a / b for a, b in pairs) / 2)
+    assert ratio["published"] is None
+    assert ratios["coral"]["coral_paper"]["cost_ratio"] >= 1 - 1e-3  # ours has more choices, to the gap of the solver
+
+
+def test_published_ratios_stand_beside_those_of_published_setups(tmp_path):
+    named = resolved(tmp_path, ("name: micro", "name: paper-core"), ("seeds: [0, 1]", "seeds: [0]"))
+    document = evaluate(source_of(named), scenario_policies(named, ["coral", "homo"]), [0]).document
+    assert document["ratios"]["coral"]["homo"]["published"] == {
+        "cost_ratio": 1.62,
+        "goodput_ratio": None,
+        "section": "6.3",
+    }
+    text = evaluation_markdown(document)
+    assert "arXiv 2605.04357" in text
+    assert "one seed: no confidence interval" in text
+
+
+def test_what_cannot_be_simulated_has_costs_and_no_service(tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.evaluate.why_not_simulated", lambda _: "no timing")
+    scenario = resolved(tmp_path)
+    found = evaluate(source_of(scenario), scenario_policies(scenario, ["coral", "homo"]), [0])
+    one = found.document["policies"]["coral"]
+    assert one["cost_usd_per_h"] > 0
+    assert one["goodput_tokens_per_s"] is one["attainment_frac"] is one["billed_usd_per_h"] is None
+    assert one["notes"] == ["not simulated: no timing"]
+    assert found.document["ratios"]["coral"]["homo"]["goodput_ratio"] is None
+    assert "not simulated: no timing" in evaluation_markdown(found.document)
+
+
+def test_every_table_says_what_kind_its_figures_are(found):
+    titles = [table.title for table in evaluation_tables(found.document)]
+    assert all("simulated" in title for title in titles)
+    assert set(KINDS.values()) == {"predicted", "simulated", "measured on this machine"}
+    text = evaluation_markdown(found.document)
+    for name in found.document["policies"]:
+        assert f"| {name} |" in text
+
+
+def test_an_evaluation_is_recorded_whole(found):
+    store = open_store("memory://evaluations-whole")
+    arguments = {"document": found.document, "tables": found.tables, "report_md": "# x\n"}
+    urls = write_evaluation(store, "micro", NOW, **arguments)
+    assert urls == write_evaluation(store, "micro", NOW, **arguments)
+    assert set(urls) == {"summary.json", "report.md", *(f"{name}.parquet" for name in found.tables)}
+    assert list_evaluations(store, "micro") == [NOW]
+    summary = read_evaluation(store, "micro", NOW)
+    assert summary["policies"]["coral"]["goodput_tokens_per_s"] == pytest.approx(
+        found.document["policies"]["coral"]["goodput_tokens_per_s"]
+    )
+    for name, rows in found.tables.items():
+        assert read_table(store, "micro", NOW, name).num_rows == len(rows)
+    assert read_table(store, "micro", NOW, "epochs").to_pylist() == found.tables["epochs"]
+    key = next(key for key in store.list_keys("evaluations") if key.endswith("epochs.parquet"))
+    store.put(key, store.get(key.replace("epochs", "costs")))
+    with pytest.raises(StoreError, match="not what its summary names"):
+        read_table(store, "micro", NOW, "epochs")
+
+
+@pytest.fixture
+def coral(tmp_path, monkeypatch, capsys):
+    """Run a command line in an empty folder; returns (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        code = run([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def test_the_command_evaluates_and_records(coral, tmp_path):
+    path = micro(tmp_path)
+    code, out, err = coral("evaluate", path, "--policies", "coral", "homo", "--seeds", 3, 4, "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["scenario"] == "micro"
+    assert document["seeds"] == [3, 4]
+    assert set(document["policies"]) == {"coral", "homo"}
+    assert {"cost_usd_per_h", "goodput_tokens_per_s", "attainment_frac"} <= set(document["policies"]["coral"])
+    store = open_store(str(tmp_path / ".coral" / "store"))
+    [time] = list_evaluations(store, "micro")
+    assert read_evaluation(store, "micro", time)["seeds"] == [3, 4]
+
+    code, out, _ = coral("evaluate", path, "--policies", "coral", "--seeds", "3", "--dry-run")
+    assert code == 0
+    assert "simulated" in out
+    assert "nothing was recorded" in out
+    assert len(list_evaluations(store, "micro")) == 1
+
+
+def test_the_command_simulates_one_policy(coral, tmp_path):
+    path = micro(tmp_path)
+    code, out, err = coral("simulate", path, "--policy", "homo", "--seed", 1, "--decode-utilization", "0.3", "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["max_utilization_frac"]["decode"] == 0.3
+    assert list(document["policies"]) == ["homo"]
+    assert len(document["tables"]["epochs"]) == 2
+    again = json.loads(
+        coral("simulate", path, "--policy", "homo", "--seed", 1, "--decode-utilization", "0.3", "--json")[1]
+    )
+    assert again["policies"]["homo"]["digests"] == document["policies"]["homo"]["digests"]
+    code, out, _ = coral("simulate", path)
+    assert code == 0
+    assert "Epochs" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("evaluate", "{path}", "--policies", "korall"), "unknown policy 'korall'"),
+        (("simulate", "{path}", "--policy", "helix"), "no fixed pool"),
+        (("simulate", "{path}", "--prefill-utilization", "1.5"), "--prefill-utilization: 1.5 is not in (0, 1]"),
+        (("evaluate", "no-such-scenario"), "unknown scenario"),
+    ],
+)
+def test_wrong_words_are_answered_in_one_line(coral, tmp_path, arguments, message):
+    path = micro(tmp_path)
+    code, out, err = coral(*(argument.format(path=path) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert message in err
