@@ -33,7 +33,7 @@ BLOCK_ROWS: Final = 2**20
 """Combinations placed at a time: all of up to 6 nodes of 20 configurations; what they contain is solved once per block."""
 
 PIECE_ROWS: Final = 2**17
-"""Templates made into rows of text at a time; bounds memory only."""
+"""Placements looked at and made into rows of text at a time; bounds memory only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,9 +203,12 @@ def all_nodes_used(table: CapacityTable, placed: PlacedCombinations) -> NDArray[
     A node whose capacity is 0 at its stage's layers cannot even load them, so such a placement could not be started.
     Nothing is lost: without that node the combination has the same throughput for less.
     """
-    codes, _ = stage_layouts(table, placed)
-    idle = (placed.stage_counts > 0) & (codes < 0)
-    return np.asarray(~idle.any(axis=(1, 2)), dtype=np.bool_)
+    used = np.empty(len(placed), dtype=np.bool_)
+    for first in range(0, len(placed), PIECE_ROWS):
+        piece = slice(first, first + PIECE_ROWS)
+        codes, _ = stage_layouts(table, _rows_of(placed, piece))
+        used[piece] = ~((placed.stage_counts[piece] > 0) & (codes < 0)).any(axis=(1, 2))
+    return used
 
 
 def _rows_of(placed: PlacedCombinations, keep: NDArray[np.bool_] | slice) -> PlacedCombinations:
