@@ -21,6 +21,9 @@ from coral_core.domain.allocation import (
     Shortfall,
 )
 
+BUDGET_TOLERANCE_FRAC = 1e-8
+"""A budget is kept when the cost is at most 1 plus this times it: room for the solvers' tolerance."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
@@ -90,6 +93,16 @@ def _running_of(problem: AllocationProblem, t: Ints, r: Ints) -> Ints:
     template, region, count = running_instances(problem)
     runs = {(i, k): n for i, k, n in zip(template.tolist(), region.tolist(), count.tolist(), strict=True)}
     return np.array([runs.get(key, 0) for key in zip(t.tolist(), r.tolist(), strict=True)], dtype=np.int64)
+
+
+def within_budget(problem: AllocationProblem, counts: Ints) -> bool:
+    """Whether `counts` cost no more than the budget, if there is one, to within float noise."""
+    budget = problem.options.budget_usd_per_h
+    if budget is None:
+        return True
+    t, r = np.nonzero(counts)
+    price = np.where(problem.templates.nodes[t] > 0, problem.price_usd_per_h[r] * problem.templates.nodes[t], 0.0)
+    return math.fsum(price.sum(axis=1) * counts[t, r]) <= budget * (1 + BUDGET_TOLERANCE_FRAC)
 
 
 def _missing(coverage: Coverage, covered: Floats) -> list[float]:

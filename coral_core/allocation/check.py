@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 
 from coral_core.allocation.coverage import members_by_kind
-from coral_core.domain.allocation import AllocationProblem, DemandRow, Running, TemplateColumns
+from coral_core.domain.allocation import AllocationProblem, DemandRow, Exclusion, Running, TemplateColumns
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
 from coral_core.solver.choose import Preference
@@ -30,6 +30,7 @@ def check_problem(problem: AllocationProblem) -> None:
     _check_templates(problem.templates, len(problem.configs))
     _check_demand(problem)
     _check_running(problem.running, problem.regions)
+    _check_exclusions(problem)
     _amount(problem.churn_k, "churn_k")
     options = problem.options
     if not 0 <= options.gap_frac < 1:
@@ -37,6 +38,8 @@ def check_problem(problem: AllocationProblem) -> None:
     if options.solver not in get_args(Preference):
         known = ", ".join(get_args(Preference))
         raise InputError(f"unknown solver {options.solver!r}", where="options.solver", fix=f"one of {known}")
+    if options.budget_usd_per_h is not None:
+        _amount(options.budget_usd_per_h, "options.budget_usd_per_h")
     if not options.time_limit_s > 0:
         raise InputError(f"{options.time_limit_s} is not above 0", where="options.time_limit_s")
 
@@ -140,6 +143,21 @@ def _check_row(row: DemandRow, where: str, *, has_aggregated: bool) -> None:
                 f"max_instances {row.max_instances} is below min_instances {row.min_instances}",
                 where=f"{where}.max_instances",
             )
+
+
+def _check_exclusions(problem: AllocationProblem) -> None:
+    models = {row.model for row in problem.demand} | set(problem.templates.models)
+    for index, item in enumerate(problem.exclusions):
+        where = f"exclusions[{index}]"
+        if item == Exclusion():
+            raise InputError("it excludes everything", where=where, fix="name a model, config or region")
+        for kind, name, known in (
+            ("model", item.model, models),
+            ("config", item.config, problem.configs),
+            ("region", item.region, problem.regions),
+        ):
+            if name is not None and name not in known:
+                raise InputError(f"unknown {kind} {name!r}", where=f"{where}.{kind}", fix=f"known: {sorted(known)}")
 
 
 def _check_running(running: Sequence[Running], regions: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from coral_core.allocation.assess import running_counts
 from coral_core.allocation.check import MAX_COUNT
 from coral_core.allocation.coverage import Bools, Coverage, Floats, Ints, fraction
+from coral_core.allocation.reduce import excluded
 from coral_core.domain.allocation import AllocationProblem, TemplateColumns
 
 
@@ -89,4 +90,5 @@ def _limit(problem: AllocationProblem, coverage: Coverage) -> Ints:
         for held in problem.available
     ]
     useful = useful_instances(problem, coverage)
-    return np.minimum(useful[:, None], np.stack(fit, axis=1)) if fit else np.zeros((len(nodes), 0), dtype=np.int64)
+    limit = np.minimum(useful[:, None], np.stack(fit, axis=1)) if fit else np.zeros((len(nodes), 0), dtype=np.int64)
+    return np.where(excluded(problem), 0, limit) if problem.exclusions else limit

@@ -19,8 +19,8 @@ class Limit:
     """A limit and how far the plan uses it. `binding`: the plan reaches it, or it has a price in the relaxation.
 
     `name` is what it limits (region and configuration, model and phase). `used` and `limit` are nodes for capacity,
-    instances for floors and caps. `shadow_usd_per_h` >= 0: what one more node (capacity), one instance more (cap) or
-    less (floor) would save.
+    instances for floors and caps, USD/h for the budget. `shadow_usd_per_h` >= 0: what one more node (capacity), one instance
+    more (cap) or less (floor), or one USD/h more of budget would save at the plan's own shortfall.
     """
 
     family: str
@@ -75,6 +75,10 @@ def explain_allocation(
         if family is Family.CAPACITY:
             name, limit = (problem.regions[a], problem.configs[b]), float(problem.available[a, b])
             limits.append(_limit(family, name, float(used[a, b]), limit, value))
+        elif family is Family.BUDGET:
+            budget = problem.options.budget_usd_per_h
+            assert budget is not None
+            limits.append(_limit(family, ("fleet", "usd_per_h"), result.cost_usd_per_h, budget, value))
         elif family in (Family.FLOOR, Family.CAP):
             row = problem.demand[a]
             bound = row.min_instances if family is Family.FLOOR else row.max_instances

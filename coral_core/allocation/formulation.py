@@ -11,6 +11,7 @@ Constraints, by family:
   region    sum_t a_ti (x + o)_tr - d_ur >= 0                   for each row i of a pair u, each r
   pair      sum_r d_ur + s_u >= 1                               for each pair u
   floor     sum_tr (x + o)_tr + e_i >= f_i ;  cap  sum_tr (x + o)_tr <= g_i
+  budget    sum_tr p_tr (x + o)_tr <= B                         where there is one
   stage     sum_i e_i <= E ;  sum_u w_u s_u <= W                what earlier stages proved
 Objective, by stage: sum e, then sum w s, then cost + churn. A running instance beside a newcomer is never skipped,
 since it is cheaper, so o + x = nu and the churn is (nu - nu')+ p K.
@@ -42,6 +43,7 @@ class Family(StrEnum):
     PAIR = "pair"
     FLOOR = "floor"
     CAP = "cap"
+    BUDGET = "budget"
     STAGE = "stage"
 
 
@@ -53,7 +55,7 @@ class Formulation:
     """A program with its meaning: `program` has the columns, then s, d, e; `row_scale` turns demand rows into fractions.
 
     `row_key` names each row: (family, index a, index b): capacity (r, c), demand (i, 0), region (i, place), pair (u, 0),
-    floor (i, 0), cap (i, 0).
+    floor (i, 0), cap (i, 0), budget (0, 0).
     """
 
     columns: Columns
@@ -177,6 +179,7 @@ def formulate(
     built = _Rows()
     if capacity:
         _add_capacity(built, problem, columns)
+        _add_budget(built, problem, columns)
     place = coverage.place(columns.template, columns.region)
     _add_demand(built, units, entered, place, s, d.reshape(-1, n_places) if n_d else d)
     for i in chosen:
@@ -228,6 +231,15 @@ def _add_capacity(built: _Rows, problem: AllocationProblem, columns: Columns) ->
             some = used[:, c] > 0
             term = (here[some], used[some, c].astype(np.float64))
             built.add((Family.CAPACITY, r, int(c)), term, upper=float(problem.available[r, c]))
+
+
+def _add_budget(built: _Rows, problem: AllocationProblem, columns: Columns) -> None:
+    budget = problem.options.budget_usd_per_h
+    if budget is None:
+        return
+    rent = np.where(columns.old, columns.price_usd_per_h, columns.price_usd_per_h / (1 + problem.churn_k))
+    scale = 1 / budget if budget > 0 else 1.0
+    built.add((Family.BUDGET, 0, 0), (np.arange(len(columns)), rent), upper=budget, scale=scale)
 
 
 def _add_demand(

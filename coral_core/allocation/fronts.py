@@ -9,7 +9,7 @@ import numpy as np
 from coral_core.allocation.assess import running_instances
 from coral_core.allocation.columns import Columns, useful_instances
 from coral_core.allocation.coverage import Coverage, Floats, Group, Ints
-from coral_core.allocation.reduce import price_front
+from coral_core.allocation.reduce import excluded, price_front
 from coral_core.domain.allocation import AllocationProblem
 
 _BINS = 1_024
@@ -17,7 +17,7 @@ _CHUNK_ROWS = 2_048
 
 
 def rent_usd_per_h(problem: AllocationProblem) -> Floats:
-    """(templates, regions): price of one instance, infinite where the region cannot hold it."""
+    """(templates, regions): price of one instance, infinite where the region cannot hold it or it is excluded."""
     nodes, price = problem.templates.nodes, np.nan_to_num(problem.price_usd_per_h).T
     rent = np.empty((len(nodes), len(problem.regions)))
     most = np.zeros(nodes.shape[1], dtype=np.int64)
@@ -29,6 +29,8 @@ def rent_usd_per_h(problem: AllocationProblem) -> Floats:
         short = np.flatnonzero(most > held)
         if len(short):
             rent[(nodes[:, short] > held[short]).any(axis=1), r] = np.inf
+    if problem.exclusions:
+        rent[excluded(problem)] = np.inf
     return rent
 
 

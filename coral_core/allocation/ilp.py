@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import cast
 
-from coral_core.allocation.assess import assess, result_of
+from coral_core.allocation.assess import assess, result_of, within_budget
 from coral_core.allocation.check import check_problem
 from coral_core.allocation.columns import columns_of
 from coral_core.allocation.coverage import coverage_of, weight_unit
@@ -45,12 +45,14 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
     blocks = solve_blocks(problem, coverage, fronts, chosen, effort)
     staged = blocks.staged
     counted = {"columns_all": float(len(problem.templates) * len(problem.regions)), "columns": float(blocks.columns)}
-    apart = blocks.settled or not problem.options.reduce
-    joint = None if apart else solve_joint(problem, fronts, chosen, effort)
+    settled = blocks.settled and within_budget(problem, staged.plan.counts)
+    joint = None if settled or not problem.options.reduce else solve_joint(problem, fronts, chosen, effort)
+    if joint is not None and not within_budget(problem, joint.staged.plan.counts):
+        joint = None  # it knows of no budget; within one, its plan and bounds hold
     if joint is not None:
         staged = joint.staged
         counted["columns"] = float(joint.columns)
-    elif not blocks.settled:
+    elif not settled:
         reduction = reduce_columns(problem, coverage)
         columns = columns_of(problem, coverage, reduction.keep)
         counted = {**reduction.counts, "columns": float(len(columns))}
@@ -64,7 +66,7 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
     proven = staged.needs_proven(problem.options.gap_frac)
     statistics = {
         **counted,
-        "decomposed": float(blocks.settled),
+        "decomposed": float(settled),
         "shortfall_weighted": staged.plan.shortfall * weight_unit(problem),
         "shortfall_bound": min(staged.shortfall_bound, staged.plan.shortfall) * weight_unit(problem),
         "shortfall_proven": float(proven),

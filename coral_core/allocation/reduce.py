@@ -2,10 +2,10 @@
 
 Each keeps at least one optimal plan (in the order floor deficit, shortfall, cost + churn):
 - idle: a template that enters no row, or only rows without demand and floor. Condition: prices >= 0.
-- unavailable: a template that needs more nodes of some configuration than its region may hold; it cannot run there.
+- unavailable: a template that needs more nodes of some configuration than its region may hold, or that is excluded there.
 - dominated: another template of the same model and phase has capped T >= and U_c <= for every c. Condition: the two
   enter the same rows, so swapping one instance for the other keeps every floor and cap, frees nodes, covers at least as
-  much and costs no more to rent. T may be capped at the largest demand of the rows entered, since one whole instance
+  much and costs no more to rent; nor is it excluded, since it uses no other configurations. T may be capped at the largest demand of the rows entered, since one whole instance
   covers them. What runs now is exempt in its region up to its count: it is cheaper than a newcomer by the churn.
 - dearer: only where no capacity binds (`price_front`): another column of the same group has price <= and capped T >=.
 """
@@ -59,9 +59,24 @@ def _useful(problem: AllocationProblem, coverage: Coverage) -> Bools:
 
 
 def fits(problem: AllocationProblem) -> Bools:
-    """(templates, regions): whether one instance fits into what the region may hold."""
+    """(templates, regions): whether one instance fits into what the region may hold, and is not excluded."""
     held = problem.available[None, :, :]
-    return np.asarray((problem.templates.nodes[:, None, :] <= held).all(axis=2))
+    inside = np.asarray((problem.templates.nodes[:, None, :] <= held).all(axis=2))
+    return inside & ~excluded(problem) if problem.exclusions else inside
+
+
+def excluded(problem: AllocationProblem) -> Bools:
+    """(templates, regions): whether some exclusion names it."""
+    found = np.zeros((len(problem.templates), len(problem.regions)), dtype=bool)
+    for item in problem.exclusions:
+        templates = np.ones(len(problem.templates), dtype=bool)
+        if item.model is not None:
+            templates &= np.fromiter((name == item.model for name in problem.templates.models), bool, len(templates))
+        if item.config is not None:
+            templates &= problem.templates.nodes[:, problem.configs.index(item.config)] > 0
+        regions = np.array([item.region in (None, name) for name in problem.regions], dtype=bool)
+        found |= templates[:, None] & regions[None, :]
+    return found
 
 
 def dominated(throughput: Floats, nodes: Ints) -> Bools:

@@ -11,6 +11,7 @@ from coral_core.errors import SolverError
 
 _FRAC_TOLERANCE = 2e-9
 _COST_TOLERANCE = 1e-9
+_BUDGET_TOLERANCE = 1e-8
 
 
 class PlanViolationError(SolverError):
@@ -22,11 +23,12 @@ class PlanViolationError(SolverError):
 def verify_allocation(problem: AllocationProblem, result: AllocationResult) -> None:
     """Raise PlanViolationError unless the plan respects every limit and states its cost, shortfall and bound rightly.
 
-    Checked: names and counts, capacity per region and configuration, caps, floors and their deficit, shortfall of every
+    Checked: names and counts, capacity per region and configuration, exclusions, budget, caps, floors and their deficit, shortfall of every
     row (by one variant in one region where that is on), cost, churn, bound <= objective, and the status against the gap.
     """
     held = _counts(problem, result)
     _check_capacity(problem, held)
+    _check_exclusions(problem, held)
     _check_rows(problem, result, held)
     _check_cost(problem, result, held)
 
@@ -60,6 +62,19 @@ def _check_capacity(problem: AllocationProblem, held: dict[tuple[int, int], int]
                 f"{nodes} nodes of {problem.configs[c]!r} used, {problem.available[r, c]} available",
                 where=f"regions.{problem.regions[r]}.{problem.configs[c]}",
             )
+
+
+def _check_exclusions(problem: AllocationProblem, held: dict[tuple[int, int], int]) -> None:
+    for t, r in held:
+        for index, item in enumerate(problem.exclusions):
+            model = item.model in (None, problem.templates.models[t])
+            region = item.region in (None, problem.regions[r])
+            config = item.config is None or problem.templates.nodes[t][problem.configs.index(item.config)] > 0
+            if model and region and config:
+                name = problem.templates.ids[t]
+                raise PlanViolationError(
+                    f"{name!r} in {problem.regions[r]!r} is excluded", where=f"exclusions[{index}]"
+                )
 
 
 def _enters(model: str, phase: Phase, row: DemandRow) -> bool:
@@ -147,6 +162,9 @@ def _check_cost(problem: AllocationProblem, result: AllocationResult, held: dict
     for name, stated, found in (("cost", result.cost_usd_per_h, cost), ("churn", result.churn_usd_per_h, churn)):
         if not abs(stated - found) <= _COST_TOLERANCE * max(1.0, found):
             raise PlanViolationError(f"{stated} USD/h stated, {found} found", where=f"{name}_usd_per_h")
+    budget = problem.options.budget_usd_per_h
+    if budget is not None and not cost <= budget * (1 + _BUDGET_TOLERANCE):
+        raise PlanViolationError(f"{cost} USD/h, the budget is {budget}", where="options.budget_usd_per_h")
     objective = cost + churn
     if not 0 <= result.bound_usd_per_h <= objective + _COST_TOLERANCE * max(1.0, objective):
         raise PlanViolationError(

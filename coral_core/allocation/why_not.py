@@ -11,13 +11,17 @@ from coral_core.allocation.assess import running_counts
 from coral_core.allocation.coverage import Floats, Group
 from coral_core.allocation.explain import volume_price
 from coral_core.allocation.prices import Prices, price_plan
-from coral_core.allocation.reduce import fits
+from coral_core.allocation.reduce import excluded, fits
 from coral_core.domain.allocation import AllocationProblem, AllocationResult
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
 from coral_core.solver.program import Solver
 
 _NOISE = 1e-9
+
+
+EXCLUDED = ("excluded",)
+"""In `WhyNot.unavailable`: nodes or not, an exclusion forbids it there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,9 @@ def _unavailable(problem: AllocationProblem, t: int) -> dict[str, tuple[str, ...
         short = np.flatnonzero(problem.templates.nodes[t] > problem.available[r])
         if len(short):
             lacking[region] = tuple(problem.configs[c] for c in short)
+    if problem.exclusions:
+        banned = excluded(problem)[t]
+        lacking |= {name: EXCLUDED for r, name in enumerate(problem.regions) if banned[r]}
     return lacking
 
 
@@ -128,7 +135,8 @@ def _reasons(facts: WhyNot, phase: Phase, *, has_row: bool) -> Iterator[str]:
         yield "no demand row asks for its model and phase"
         return
     for region, configs in facts.unavailable.items():
-        yield f"{region} cannot hold one instance: too few {', '.join(configs)}"
+        banned = configs == EXCLUDED
+        yield f"{region} excludes it" if banned else f"{region} cannot hold one instance: too few {', '.join(configs)}"
     if facts.dominated_by is not None:
         yield f"{facts.dominated_by} needs no more nodes and gives at least as much of what is asked"
     if facts.cheaper_chosen is not None:

@@ -16,6 +16,7 @@ from coral_core.domain.allocation import (
     AllocationProblem,
     AllocationResult,
     DemandRow,
+    Exclusion,
     Running,
     Shortfall,
     TemplateColumns,
@@ -64,8 +65,15 @@ class _Running(_Strict):
     count: Count
 
 
+class _Exclusion(_Strict):
+    model: Name | None = None
+    config: Name | None = None
+    region: Name | None = None
+
+
 class _Options(_Strict):
     pd_same_region: bool = False
+    budget_usd_per_h: Amount | None = None
     gap_frac: Annotated[float, Field(ge=0, lt=1)] = 1e-6
     time_limit_s: Annotated[float, Field(gt=0)] = 60.0
     reduce: bool = True
@@ -77,6 +85,7 @@ class _Problem(_Strict):
     templates: list[_Template]
     demand: list[_Demand]
     running: list[_Running] = []
+    exclusions: list[_Exclusion] = []
     churn_k: Amount = 0.0
     options: _Options = _Options()
 
@@ -121,6 +130,7 @@ def _problem(item: object) -> AllocationProblem:
             for row in data.demand
         ),
         running=tuple(Running(template=x.template, region=x.region, count=x.count) for x in data.running),
+        exclusions=tuple(Exclusion(**item.model_dump()) for item in data.exclusions),
         churn_k=data.churn_k,
         options=AllocationOptions(**data.options.model_dump()),
     )

@@ -61,10 +61,23 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exclusion:
+    """What must not be used: templates of `model` on nodes of `config` in `region`; None stands for all of them."""
+
+    model: str | None = None
+    config: str | None = None
+    region: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationOptions:
-    """Switches of the named constraint families, and the solver's limits."""
+    """Switches of the named constraint families, and the solver's limits.
+
+    `budget_usd_per_h` bounds the cost of what is held, churn apart; what it does not pay for is shortfall.
+    """
 
     pd_same_region: bool = False
+    budget_usd_per_h: float | None = None
     gap_frac: float = 1e-6
     time_limit_s: float = 60.0
     reduce: bool = True
@@ -86,6 +99,7 @@ class AllocationProblem:
     templates: TemplateColumns
     demand: tuple[DemandRow, ...]
     running: tuple[Running, ...] = ()
+    exclusions: tuple[Exclusion, ...] = ()
     churn_k: float = 0.0
     options: AllocationOptions = field(default_factory=AllocationOptions)
 

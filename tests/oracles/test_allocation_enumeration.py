@@ -88,8 +88,21 @@ def value(doc, plan):
     return deficit, weighted, cost, churn, missing
 
 
+def allowed(doc, plan):
+    cost = 0.0
+    for (t, r), n in plan.items():
+        template = doc["templates"][t]
+        nodes = {c: k for c, k in template["nodes"].items() if k}
+        cost += sum(n * k * doc["regions"][r][c]["price_usd_per_h"] for c, k in nodes.items()) if n else 0.0
+        for item in doc.get("exclusions", []):
+            banned = item.get("model", template["model"]) == template["model"] and item.get("region", r) == r
+            if n and banned and ("config" not in item or item["config"] in nodes):
+                return False
+    return cost <= doc["options"].get("budget_usd_per_h", math.inf)
+
+
 def best(doc):
-    values = [v for plan in plans(doc) if (v := value(doc, plan)) is not None]
+    values = [v for plan in plans(doc) if allowed(doc, plan) and (v := value(doc, plan)) is not None]
     least = min(v[0] for v in values)
     values = [v for v in values if v[0] == least]
     short = min(v[1] for v in values)
@@ -166,6 +179,7 @@ def agrees(doc, path):
     }
     own = value(doc, plan)
     assert own is not None
+    assert allowed(doc, plan)
     assert own[0] == deficit == sum(x["instances"] for x in answer.get("floor_deficit", []))
     assert own[1] == pytest.approx(short, abs=1e-6)
     assert answer["objective_usd_per_h"] == pytest.approx(objective, abs=1e-6, rel=1e-7)
@@ -240,4 +254,30 @@ def test_tolls_and_growing_columns_equal_enumeration(doc, first, running, small,
         patch.setattr("coral_core.allocation.decompose.COVER_FROM_TEMPLATES", 0)
         patch.setattr("coral_core.allocation.joint.WIDE_FROM_COLUMNS", 0)
         patch.setattr("coral_core.allocation.joint._FIRST_COLUMNS", first)
+        agrees(doc, tmp_path_factory.mktemp("doc") / "problem.json")
+
+
+@st.composite
+def restrictions(draw, doc):
+    """What must not be used, and a budget that no plan costs to the last digit."""
+    configs = sorted(
+        {c for t in doc["templates"] for c in t["nodes"]} | {c for r in doc["regions"].values() for c in r}
+    )
+    kinds = {"model": sorted({t["model"] for t in doc["templates"]}), "config": configs, "region": [*doc["regions"]]}
+    exclusions = []
+    for _ in range(draw(st.integers(0, 2))):
+        named = draw(st.sets(st.sampled_from(["model", "config", "region"]), min_size=1))
+        item = {kind: draw(st.sampled_from(kinds[kind])) for kind in sorted(named) if kinds[kind]}
+        exclusions += [item] if item else []
+    options = {"budget_usd_per_h": draw(st.integers(0, 400)) / 2 + 0.00012345} if draw(st.booleans()) else {}
+    return {**doc, "exclusions": exclusions, "options": doc["options"] | options}
+
+
+@settings(max_examples=200, deadline=None)
+@given(doc=documents().flatmap(restrictions), wide=st.booleans())
+def test_exclusions_and_a_budget_equal_enumeration(doc, wide, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        if wide:
+            patch.setattr("coral_core.allocation.decompose.COVER_FROM_TEMPLATES", 0)
+            patch.setattr("coral_core.allocation.joint.WIDE_FROM_COLUMNS", 0)
         agrees(doc, tmp_path_factory.mktemp("doc") / "problem.json")
