@@ -65,7 +65,7 @@ class AllocationBench:
     objective_usd_per_h: float
     bound_usd_per_h: float
     gap_frac: float
-    shortfall_weighted: float
+    shortfall_weighted_frac: float
     raw_milp: RawMilp | None
     speedup_ratio: float | None
 
@@ -173,7 +173,7 @@ def bench_allocation(
         objective_usd_per_h=result.objective_usd_per_h,
         bound_usd_per_h=result.bound_usd_per_h,
         gap_frac=result.gap_frac,
-        shortfall_weighted=result.statistics["shortfall_weighted"],
+        shortfall_weighted_frac=result.statistics["shortfall_weighted"],
         raw_milp=raw,
         speedup_ratio=None if raw is None else raw.wall_s / wall_s,
     )

@@ -19,14 +19,14 @@ class OneMoreNode:
 
     `saved_usd_per_h` is the difference of the two plans' cost + churn, meaningful where both serve alike;
     `saved_usd_per_h_proven`: the true saving is at least this, by the bounds of both (0 where nothing is proven).
-    `shortfall_less`: by how much the weighted shortfall falls; the cost may rise then.
+    `shortfall_less_frac`: by how much the weighted shortfall falls; the cost may rise then.
     """
 
     region: str
     config: str
     saved_usd_per_h: float
     saved_usd_per_h_proven: float
-    shortfall_less: float
+    shortfall_less_frac: float
 
 
 def one_more_node(
@@ -59,10 +59,10 @@ def one_more_node(
                 config=config,
                 saved_usd_per_h=saved,
                 saved_usd_per_h_proven=max(proven, 0.0),
-                shortfall_less=_shortfall(result) - _shortfall(richer),
+                shortfall_less_frac=_shortfall(result) - _shortfall(richer),
             )
         )
-    return tuple(sorted(answers, key=lambda answer: (-answer.shortfall_less, -answer.saved_usd_per_h)))
+    return tuple(sorted(answers, key=lambda answer: (-answer.shortfall_less_frac, -answer.saved_usd_per_h)))
 
 
 def _shortfall(result: AllocationResult) -> float:

@@ -108,7 +108,7 @@ def test_one_more_node_is_solved_for():
     assert (answer.region, answer.config) == ("east", "cheap")
     assert answer.saved_usd_per_h == pytest.approx(2.0)
     assert answer.saved_usd_per_h_proven == pytest.approx(2.0)
-    assert answer.shortfall_less == 0.0
+    assert answer.shortfall_less_frac == 0.0
 
 
 def test_one_more_node_may_serve_more_instead():
@@ -116,7 +116,7 @@ def test_one_more_node_may_serve_more_instead():
     answer = one_more_node(problem, solve_allocation(problem))
     first = answer[0]
     assert first.config == "dear"
-    assert first.shortfall_less == pytest.approx(1 / 3)
+    assert first.shortfall_less_frac == pytest.approx(1 / 3)
     assert first.saved_usd_per_h == pytest.approx(-4.0)
     assert first.saved_usd_per_h_proven == 0.0
 
