@@ -14,6 +14,7 @@ from prefect.types.entrypoint import EntrypointType
 
 from coral_core.errors import InputError
 from flows.build_library import build_library
+from flows.evaluate import evaluate
 from flows.reallocate import reallocate
 
 REALLOCATE_CRON: Final = "*/10 * * * *"
@@ -32,7 +33,10 @@ def deployments() -> list[RunnerDeployment]:
         tags=["coral"],
         entrypoint_type=module,
     )
-    return [cast("RunnerDeployment", deployment) for deployment in (build, plan)]  # coroutines only inside a loop
+    compare = evaluate.to_deployment("evaluate", tags=["coral"], entrypoint_type=module)
+    return [
+        cast("RunnerDeployment", deployment) for deployment in (build, plan, compare)
+    ]  # coroutines only inside a loop
 
 
 def serve_all(*, limit: int = 2) -> None:

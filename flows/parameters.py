@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from coral_core.config.scenario import scenario_names
+from coral_core.config.scenario import PolicyName, scenario_names
 from tasks.library import ILP_COMBINATIONS_PER_SHARD
 
 ScenarioName = Annotated[
@@ -98,3 +98,20 @@ class ReallocateParameters(_Parameters):
         default=False,
         description="Take the fleet's last recorded plan as what runs now, so that changes are charged for churn.",
     )
+
+
+class EvaluateParameters(_Parameters):
+    """What to compare in the simulator."""
+
+    policies: tuple[PolicyName, ...] = Field(default=(), description="Policies to compare. Empty: the scenario's.")
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(), description="Seeds of the requests. Empty: the scenario's."
+    )
+    prefill_utilization: float | None = Field(
+        default=None, gt=0, le=1, description="max_utilization_frac of prefill. Default: the scenario's."
+    )
+    decode_utilization: float | None = Field(
+        default=None, gt=0, le=1, description="max_utilization_frac of decode. Default: the scenario's."
+    )
+    store: StoreUrl = ""
+    workers: int = Field(default=1, ge=1, le=4096, description="Processes that build missing libraries.")

@@ -263,7 +263,13 @@ def _ratio(resolved: ResolvedScenario, summaries: Mapping[str, Row], subject: st
         "goodput_ratio": goodput.mean,
         "goodput_per_usd_ratio": per_usd.mean if per_usd else None,
         "intervals": {"goodput_ratio": asdict(goodput)},
-        "published": asdict(published) if published else None,
+        "published": None
+        if published is None
+        else {
+            "cost_ratio": published.times_dearer,
+            "goodput_ratio": published.times_goodput,
+            "section": published.section,
+        },
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -122,6 +123,12 @@ class TemplateSource:
         first = next(iter(self.columns))
         scale = self.columns[supply_method(resolved) if scales_with_plan(resolved) else first]
         self.supply: NDArray[np.int64] = available_nodes(resolved, scale)
+
+    def changed(self, resolved: ResolvedScenario, supply: NDArray[np.int64]) -> TemplateSource:
+        """The same libraries for a scenario that differs in what no template depends on, with its supply."""
+        other = copy(self)
+        other.resolved, other.supply = resolved, supply
+        return other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,3 +148,30 @@ def _print(report: LibraryBench) -> None:
             f"{found.time_limit_s:g} s per program {found.unproven}, different {found.different}; "
             f"{found.ilp_core_s_per_combination:.3g} core s each: at least {found.speedup_ratio or 0:,.0f} times as many"
         )
+
+
+@app.command
+def simulate(
+    *,
+    minutes: Annotated[float, Parameter(help="Simulated minutes; the growth runs take a fifth each.")] = 30.0,
+    growth: Annotated[bool, Parameter(negative="", help="Also over load and fleet size: eight more runs.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Time the simulator on a fleet of the size of `paper-extended`: six models at 25 requests/s each, one core."""
+    from tasks.bench_simulate import bench_simulate
+
+    report = bench_simulate(minutes, growth=growth)
+    if as_json:
+        print_json(report)
+        return
+    runs = [(f"{minutes:g} min, 25 requests/s per model", report["paper_extended"])]
+    runs += [(f"{rate} requests/s per model", run) for rate, run in report.get("growth_with_load", {}).items()]
+    runs += [(f"{scale} x the fleet", run) for scale, run in report.get("growth_with_fleet", {}).items()]
+    names = ("requests", "engines", "events", "wall_s", "cpu_s", "requests_per_cpu_s", "events_per_cpu_s")
+    columns = ("run", "requests", "engines", "events", "wall s", "core s", "requests per core s", "events per core s")
+    print_table(
+        "Speed of the simulator (measured on this machine)", columns, [(n, *(r[k] for k in names)) for n, r in runs]
+    )
+    first = report["first_call"]
+    how = "loaded from numba's cache" if first["from_cache"] else "compiled"
+    print_text(f"the kernel's first call, {how}: {first['cpu_s']:.3g} core s; not in the times above")

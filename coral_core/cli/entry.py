@@ -39,6 +39,9 @@ app.command(
 )
 app.command("coral_core.cli.demo:demo", name="demo", help="The main job on the scenario `tiny`, end to end.")
 app.command("coral_core.cli.simulate:simulate", name="simulate", help="One policy on a scenario, in the simulator.")
+app.command(
+    "coral_core.cli.calibrate:calibrate", name="calibrate", help="How much of a capacity plans may count on, simulated."
+)
 app.register_install_completion_command(name="--install-completion")
 
 

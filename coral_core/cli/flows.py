@@ -16,7 +16,7 @@ def serve(
     *,
     limit: Annotated[int, Parameter(help="Flow runs at once.")] = 2,
 ) -> None:
-    """Serve the deployments (build-library, reallocate) to the Prefect server at PREFECT_API_URL, until stopped."""
+    """Serve the deployments (build-library, reallocate, evaluate) to the server at PREFECT_API_URL, until stopped."""
     try:
         from flows.deployments import serve_all
     except ModuleNotFoundError as error:

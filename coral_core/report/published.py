@@ -1,7 +1,7 @@
 """What the publication reports for its own setups: Coral against its baselines (arXiv 2605.04357, sections 6.3 to 6.6).
 
-Ratios only; absolute USD/h and tokens/s are printed in figures alone. `cost_ratio` is the baseline's cost over Coral's,
-`goodput_ratio` Coral's goodput over the baseline's; None where no number is stated.
+Ratios only; absolute USD/h and tokens/s are printed in figures alone. `times_dearer` is the baseline's cost over Coral's,
+`times_goodput` Coral's goodput over the baseline's; None where no number is stated.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ SOURCE: Final = "arXiv 2605.04357"
 class PublishedRatio:
     """One published comparison, and the section it stands in."""
 
-    cost_ratio: float | None
-    goodput_ratio: float | None
+    times_dearer: float | None
+    times_goodput: float | None
     section: str
 
 
-def _row(cost_ratio: float | None, goodput_ratio: float | None, section: str) -> PublishedRatio:
-    return PublishedRatio(cost_ratio=cost_ratio, goodput_ratio=goodput_ratio, section=section)
+def _row(times_dearer: float | None, times_goodput: float | None, section: str) -> PublishedRatio:
+    return PublishedRatio(times_dearer=times_dearer, times_goodput=times_goodput, section=section)
 
 
 PUBLISHED: Final[Mapping[tuple[str, str], PublishedRatio]] = MappingProxyType(

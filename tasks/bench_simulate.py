@@ -1,8 +1,6 @@
 """Speed of the simulator: requests/s and events/s on a fleet of the size of `paper-extended`, and growth with both.
 
-    python -m tests.bench.bench_simulate [--minutes 30] [--quick]
-
-prints JSON. Six models at 25 requests/s each, prefill and decode apart; each (model, phase) runs as many whole instances
+Six models at 25 requests/s each, prefill and decode apart; each (model, phase) runs as many whole instances
 of the template with the cheapest fleet as its demand takes at 70% utilisation (combinations of up to 3 nodes of the 20
 configurations). Arrivals are Poisson; lengths lognormal around means that stand for the traces named beside them (an
 assumption; what is measured here is time). The kernel's first call, which compiles it or loads it from numba's cache, is
@@ -11,11 +9,10 @@ stated apart.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
+import math
 import time
 from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,6 +21,7 @@ from coral_core.catalog.models import package_models
 from coral_core.domain.hardware import Market
 from coral_core.domain.templates import CapacitySource, ServingTemplate, template_id
 from coral_core.domain.workload import Lengths, Phase, Slo
+from coral_core.errors import InputError
 from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.capacity import capacity_table
 from coral_core.perf.factors import load_factors
@@ -37,8 +35,9 @@ from coral_core.sim.metrics import measure
 from coral_core.sim.run import simulate
 from coral_core.sim.timing import Served, sim_model
 
-LOADED_FRAC = 0.7
-DRAIN_S = 120.0
+LOADED_FRAC: Final = 0.7
+DRAIN_S: Final = 120.0
+REQUESTS_PER_S: Final = 25.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,7 @@ class Asked:
 
 
 def asked(model: str, ttft_s: float, tpot_s: float, tokens_in: float, tokens_out: float, like: str) -> Asked:  # noqa: PLR0917 - a row of a table
+    """A row of `MODELS`."""
     return Asked(
         model,
         Slo(ttft_s=ttft_s, tpot_s=tpot_s),
@@ -131,18 +131,23 @@ def _holds_its_micro_batches(instance: SimInstance) -> bool:
 
 
 def requests_for(minutes: float, requests_per_s: float, *, seed: int) -> SimRequests:
+    """All models' requests of so many minutes, Poisson and lognormal, in one stream."""
     random = np.random.default_rng(seed)
     duration_s = 60 * minutes
     streams = []
     for m, one in enumerate(MODELS):
         count = random.poisson(requests_per_s * duration_s)
         means = (one.lengths.mean_input_tokens, one.lengths.mean_output_tokens)
-        sizes = [np.maximum(np.rint(random.lognormal(np.log(mean) - 0.245, 0.7, count)), 1) for mean in means]
-        streams.append((m, np.sort(random.uniform(0, duration_s, count)), *(size.astype(np.int64) for size in sizes)))
+        sizes = [
+            np.maximum(np.rint(random.lognormal(np.log(mean) - 0.245, 0.7, count)), 1).astype(np.int64)
+            for mean in means
+        ]
+        streams.append((m, np.sort(random.uniform(0, duration_s, count)), sizes[0], sizes[1]))
     return SimRequests.merged(streams)
 
 
 def simulation(minutes: float, requests_per_s: float, *, scale: float = 1.0, seed: int = 0) -> SimInput:
+    """The whole input of one run; `scale` times the fleet that the demand takes."""
     shapes = package_models()
     served = [
         Served(
@@ -162,7 +167,7 @@ def simulation(minutes: float, requests_per_s: float, *, scale: float = 1.0, see
     )
 
 
-def measured(given: SimInput, minutes: float) -> dict:
+def measured(given: SimInput, minutes: float) -> dict[str, Any]:
     """One run: what it took and what came of it."""
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     outcome = simulate(given)
@@ -189,7 +194,7 @@ def measured(given: SimInput, minutes: float) -> dict:
     }
 
 
-def first_call() -> dict:
+def first_call() -> dict[str, Any]:
     """Time of the kernel's first call, and whether numba had it on disk."""
     given = simulation(0.01, 5.0)
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
@@ -202,24 +207,24 @@ def first_call() -> dict:
     }
 
 
-def report(minutes: float, *, quick: bool) -> dict:
-    """The whole bench."""
-    found = {"first_call": first_call(), "paper_extended": measured(simulation(minutes, 25.0), minutes)}
-    if not quick:
+def bench_simulate(minutes: float, *, growth: bool) -> dict[str, Any]:
+    """Time of a run of so many simulated minutes on one core, beside the kernel's first call; `growth` over load and fleet.
+
+    Raises InputError for a time that is not positive.
+    """
+    if not 0 < minutes < math.inf:
+        raise InputError(f"{minutes!r} is not a positive number of minutes", where="minutes")
+    found = {
+        "first_call": first_call(),
+        "minutes": minutes,
+        "paper_extended": measured(simulation(minutes, REQUESTS_PER_S), minutes),
+    }
+    if growth:
         short = minutes / 5
         found["growth_with_load"] = {
             str(rate): measured(simulation(short, rate), short) for rate in (6.25, 12.5, 25.0, 50.0, 100.0)
         }
         found["growth_with_fleet"] = {
-            str(scale): measured(simulation(short, 25.0, scale=scale), short) for scale in (1.0, 2.0, 4.0)
+            str(scale): measured(simulation(short, REQUESTS_PER_S, scale=scale), short) for scale in (1.0, 2.0, 4.0)
         }
     return found
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--quick", action="store_true", help="the main figure only")
-    arguments = parser.parse_args()
-    json.dump(report(arguments.minutes, quick=arguments.quick), sys.stdout, indent=2)
-    sys.stdout.write("\n")
