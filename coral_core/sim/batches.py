@@ -2,8 +2,9 @@
 
 At an entry node (first stage) of an instance, within a budget of tokens per iteration: running requests first, one
 token for each that decodes and then chunks of prompts under way; then new requests, first come first served, while
-there is room for their KV and none had to be preempted. So that several micro-batches are in flight in a pipeline, a
-batch takes at most a share 1/micro_batches of the decoding requests bound to the node.
+there is room for their KV and none had to be preempted. So that `micro_batches` are in flight in a pipeline, a
+batch takes at most a share 1/micro_batches of the decoding requests bound to the node; and so that there are no more of
+them (each costs every request a step), it waits until more than 1/(micro_batches + 1) of those are back from their round.
 Nodes of later stages take what reached them in the same order of kinds, chunks undivided.
 """
 
@@ -33,6 +34,7 @@ from coral_core.sim.columns import (
     Q_SCHEDULED,
     R_COMPUTED,
     R_MODEL,
+    R_NEXT,
     R_SOURCE_BLOCKS,
     R_STATE,
     R_TARGET,
@@ -72,7 +74,7 @@ def form_entry_batch(w: World, n: int) -> None:
     budget = w.inst[i, I_MAX_TOKENS]
     preempted = 0
     most = _share(w.node[n, N_LIVE], w.inst[i, I_MICRO_BATCHES])
-    r = w.lists[decode_list(w, n), 0]
+    r = w.lists[decode_list(w, n), 0] if _has_batch(w, n, w.inst[i, I_MICRO_BATCHES]) else -1
     while r >= 0 and w.node[n, N_BATCH_DECODES] < most and w.node[n, N_BATCH_TOKENS] < budget:
         preempted += make_room(w, r, w.req[r, R_COMPUTED] + 1)
         if w.req[r, R_STATE] == WAITING:
@@ -89,6 +91,18 @@ def form_entry_batch(w: World, n: int) -> None:
         r = w.lists[prefill_list(w, n), 0]
     if preempted == 0:
         _admit(w, n, budget)
+
+
+def _has_batch(w: World, n: int, micro_batches: int) -> bool:
+    """Whether enough decoding requests are back for a batch of their own, or go along with a prompt's next chunk."""
+    if w.lists[prefill_list(w, n), 0] >= 0:
+        return True
+    back, live = 0, w.node[n, N_LIVE]
+    r = w.lists[decode_list(w, n), 0]
+    while r >= 0 and back * (micro_batches + 1) <= live:
+        back += 1
+        r = w.req[r, R_NEXT]
+    return bool(back * (micro_batches + 1) > live)
 
 
 def _admit_arrived(w: World, n: int) -> None:
