@@ -60,6 +60,28 @@ def random_problem(rng, n, layers, *, n_types=5):
     return PlacementProblem(layers=layers, nodes=nodes, capacity_tokens_per_s=capacity)
 
 
+def wide_problem(seed):
+    """A seeded problem whose capacities span up to 15 orders of magnitude, with ties and zeros."""
+    rng = np.random.default_rng([41, seed])
+    n, layers = int(rng.integers(2, 5)), int(rng.integers(3, 8))
+    nodes = tuple(rng.choice(list("abcd"), n))
+    levels = 10.0 ** rng.integers(-6, 10, rng.integers(2, 5))
+    capacity = {}
+    for stages in range(1, n + 1):
+        table = {}
+        for name in sorted(set(nodes)):
+            factors = rng.choice([1, 2, 3], layers) if rng.random() < 0.6 else rng.uniform(0.5, 2, layers)
+            row = np.sort(rng.choice(levels, layers) * factors)[::-1].copy()
+            row[rng.integers(0, layers + 2) :] = 0
+            table[name] = row
+        capacity[stages] = table
+    return PlacementProblem(layers=layers, nodes=nodes, capacity_tokens_per_s=capacity)
+
+
+# Each was called infeasible, or a worse placement optimal, by a solver at the scale of the largest capacities.
+BLINDING = (2, 9, 10, 82, 127, 193, 331, 342, 347, 350, 427, 497)
+
+
 def check(problem, result, expected, rel):
     assert result.throughput_tokens_per_s == pytest.approx(expected, rel=rel)
     if expected > 0:
@@ -96,6 +118,24 @@ def test_ilp_is_lattice_at_the_largest_size_of_the_contract(preference):
         check(problem, LatticePlacement().solve(problem), expected, 1e-12)
 
 
+@pytest.mark.parametrize("preference", ["highs", "auto"])
+def test_ilp_is_brute_force_however_far_magnitudes_are_apart(preference):
+    for seed in sorted({*range(25), *BLINDING}):
+        problem = wide_problem(seed)
+        expected = brute_force(problem)
+        check(problem, IlpPlacement(preference=preference).solve(problem), expected, 1e-7)
+        check(problem, LatticePlacement().solve(problem), expected, 1e-12)
+
+
+@pytest.mark.parametrize("preference", ["highs", "auto"])
+@pytest.mark.parametrize("shared", [3.0, 1e-6, 1e-300])
+def test_a_throughput_far_below_the_largest_capacity_is_not_overlooked(preference, shared):
+    zeros = np.zeros(4)
+    rows = {"a": np.array([shared, shared, shared, 0]), "b": np.array([1e7, 1e7, shared, 0])}
+    problem = PlacementProblem(layers=4, nodes=("a", "b"), capacity_tokens_per_s={1: {"a": zeros, "b": zeros}, 2: rows})
+    check(problem, IlpPlacement(preference=preference).solve(problem), shared, 1e-12)
+
+
 def test_lattice_is_brute_force_on_seeded_cases():
     rng = np.random.default_rng(5)
     for _ in range(150):
@@ -121,3 +161,12 @@ def test_all_three_agree_at_length(preference):
         expected = brute_force(problem)
         check(problem, LatticePlacement().solve(problem), expected, 1e-12)
         check(problem, IlpPlacement(preference=preference).solve(problem), expected, 1e-7)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("preference", ["highs", "auto"])
+def test_ilp_is_brute_force_over_magnitudes_at_length(preference):
+    for seed in range(2000):
+        problem = wide_problem(seed)
+        check(problem, IlpPlacement(preference=preference).solve(problem), brute_force(problem), 1e-7)
