@@ -3,7 +3,7 @@
 import itertools
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coral_core.placement.combinations import enumerate_combinations
@@ -13,19 +13,25 @@ from tests.property.test_placement_laws import random_table
 
 
 def best_plan(counts, throughput, *, available, price, demand, most):
-    """(shortfall, cost) of the best plan of at most `most` instances in one region, by trying all."""
-    best = (demand, 0.0)
+    """(shortfall, cost) of the best plan of at most `most` instances in one region, by trying all.
+
+    Shortfalls that differ by rounding alone are equal: the cheapest of them counts.
+    """
+    plans = [(demand, 0.0)]
     for size in range(1, most + 1):
         for chosen in itertools.combinations_with_replacement(range(len(counts)), size):
             used = counts[list(chosen)].sum(axis=0)
             if (used <= available).all():
                 short = max(0.0, demand - throughput[list(chosen)].sum())
-                best = min(best, (short, float(used @ price)))
-    return best
+                plans.append((short, float(used @ price)))
+    least = min(short for short, _ in plans)
+    slack = 1e-9 * max(demand, 1.0)
+    return least, min(cost for short, cost in plans if short <= least + slack)
 
 
 @given(st.integers(0, 2**32 - 1), st.booleans())
 @settings(max_examples=60)
+@example(308789, False)
 def test_the_pruned_library_has_the_same_best_plan(seed, is_whole):
     rng = np.random.default_rng(seed)
     n_configs, layers = int(rng.integers(2, 4)), int(rng.integers(2, 6))
