@@ -70,6 +70,7 @@ def assess(problem: AllocationProblem, coverage: Coverage, counts: Ints) -> Asse
     covered = np.zeros((rows, len(problem.regions) * coverage.n_variants))
     place = coverage.place(t, r)
     instances = np.zeros(rows, dtype=np.int64)
+    steady = np.zeros(rows)
     kind = coverage.group_of[t]
     for g, group in enumerate(coverage.groups):
         own = kind == g
@@ -78,7 +79,11 @@ def assess(problem: AllocationProblem, coverage: Coverage, counts: Ints) -> Asse
             if amount > 0:
                 with np.errstate(over="ignore"):  # a tiny demand is covered infinitely often, which is enough
                     np.add.at(covered[row], place[own], problem.templates.throughput[t[own]] * number[own] / amount)
-    missing = _missing(coverage, covered)
+                    kept = own & ~coverage.spot_of[t]
+                    steady[row] += problem.templates.throughput[t[kept]] @ number[kept] / amount
+    floor = np.array([row.on_demand_frac for row in problem.demand])
+    of_floor = np.divide(steady, floor, out=np.full(rows, np.inf), where=floor > 0)
+    missing = _missing(coverage, covered, of_floor)
     return Assessment(
         cost_usd_per_h=math.fsum(price_usd_per_h * number),
         churn_usd_per_h=math.fsum(price_usd_per_h * added * problem.churn_k),
@@ -105,11 +110,12 @@ def within_budget(problem: AllocationProblem, counts: Ints) -> bool:
     return math.fsum(price.sum(axis=1) * counts[t, r]) <= budget * (1 + BUDGET_TOLERANCE_FRAC)
 
 
-def _missing(coverage: Coverage, covered: Floats) -> list[float]:
+def _missing(coverage: Coverage, covered: Floats, of_floor: Floats) -> list[float]:
     missing = [0.0] * len(covered)
     for unit in coverage.units():
         # what one region serves is what the scarcer phase there allows; a row on its own adds up over regions
-        served = float(covered[list(unit)].min(axis=0).sum())
+        # and no more than its on-demand floor, met to the same fraction, allows
+        served = min(float(covered[list(unit)].min(axis=0).sum()), float(of_floor[list(unit)].min()))
         short = 1.0 - served
         for row in unit:
             missing[row] = short if short > DEMAND_TOLERANCE_FRAC else 0.0

@@ -27,6 +27,7 @@ def check_problem(problem: AllocationProblem) -> None:
     _unique(problem.regions, "regions")
     _unique(problem.configs, "configs")
     _check_nodes(problem)
+    _check_spot(problem)
     _check_templates(problem.templates, len(problem.configs))
     _check_demand(problem)
     _check_running(problem.running, problem.regions)
@@ -135,6 +136,8 @@ def _check_row(row: DemandRow, where: str, *, has_aggregated: bool) -> None:
     if row.tokens_per_s and row.requests_per_s == 0:
         raise InputError("0 requests/s cannot need tokens/s", where=f"{where}.requests_per_s")
     _amount(row.weight, f"{where}.weight")
+    if not 0 <= row.on_demand_frac <= 1:
+        raise InputError(f"{row.on_demand_frac} is not in [0, 1]", where=f"{where}.on_demand_frac")
     _count(row.min_instances, f"{where}.min_instances")
     if row.max_instances is not None:
         _count(row.max_instances, f"{where}.max_instances")
@@ -143,6 +146,14 @@ def _check_row(row: DemandRow, where: str, *, has_aggregated: bool) -> None:
                 f"max_instances {row.max_instances} is below min_instances {row.min_instances}",
                 where=f"{where}.max_instances",
             )
+
+
+def _check_spot(problem: AllocationProblem) -> None:
+    _unique(problem.spot_configs, "spot_configs")
+    for index, name in enumerate(problem.spot_configs):
+        if name not in problem.configs:
+            known = f"known: {list(problem.configs)}"
+            raise InputError(f"unknown config {name!r}", where=f"spot_configs[{index}]", fix=known)
 
 
 def _check_exclusions(problem: AllocationProblem) -> None:

@@ -43,12 +43,14 @@ class Coverage:
     `group_of` (templates,): number of the group, -1 for none. `variant_of` (templates,) counts a model's variants where pairs
     must not mix them, else 0; `n_variants`: the most of any model. `active[i]`: row i has demand above 0. `pairs`: the
     (prefill, decode) rows of a model that must be served in the same region (`pd_same_region`), by one variant.
+    `spot_of` (templates,): uses spot nodes; all False where no row asks for on-demand coverage.
     """
 
     groups: tuple[Group, ...]
     group_of: Ints
     variant_of: Ints
     n_variants: int
+    spot_of: Bools
     active: Bools
     pairs: tuple[tuple[int, int], ...]
 
@@ -67,7 +69,8 @@ def coverage_of(problem: AllocationProblem) -> Coverage:
     """Group the templates by the rows they enter. The problem must have passed `check_problem`."""
     groups = []
     variant_of = _variants(problem)
-    for (model, phase, _), members in _split(members_by_kind(problem.templates), variant_of):
+    spot_of = _spot(problem)
+    for (model, phase, _), members in _split(members_by_kind(problem.templates), 2 * variant_of + spot_of):
         entered = [
             (i, amount) for i, row in enumerate(problem.demand) if (amount := _amount(row, model, phase)) is not None
         ]
@@ -86,6 +89,7 @@ def coverage_of(problem: AllocationProblem) -> Coverage:
         group_of=group_of,
         variant_of=variant_of,
         n_variants=int(variant_of.max(initial=0)) + 1,
+        spot_of=spot_of,
         active=active,
         pairs=_pairs(problem, active),
     )
@@ -104,11 +108,18 @@ def _variants(problem: AllocationProblem) -> Ints:
     return np.array(found, dtype=np.int64)
 
 
-def _split(kinds: dict[tuple[str, Phase], Ints], variant_of: Ints) -> Iterator[tuple[tuple[str, Phase, int], Ints]]:
-    """Every kind by variant."""
+def _spot(problem: AllocationProblem) -> Bools:
+    index = [problem.configs.index(name) for name in problem.spot_configs]
+    if not index or not any(row.on_demand_frac for row in problem.demand):
+        return np.zeros(len(problem.templates), dtype=bool)
+    return np.asarray((problem.templates.nodes[:, index] > 0).any(axis=1))
+
+
+def _split(kinds: dict[tuple[str, Phase], Ints], sort_of: Ints) -> Iterator[tuple[tuple[str, Phase, int], Ints]]:
+    """Every kind by sort: what differs in it neither replaces nor dominates the other."""
     for (model, phase), members in kinds.items():
-        for variant in np.unique(variant_of[members]).tolist():
-            yield (model, phase, variant), members[variant_of[members] == variant]
+        for sort in np.unique(sort_of[members]).tolist():
+            yield (model, phase, sort), members[sort_of[members] == sort]
 
 
 def members_by_kind(templates: TemplateColumns) -> dict[tuple[str, Phase], Ints]:

@@ -144,6 +144,7 @@ class Block:
         """Whether the block is a `CoverProblem`: it asks for throughput alone, and alike of all its rows."""
         rows = [self.problem.demand[i] for i in self.rows]
         plain = all(row.min_instances == 0 and row.max_instances is None and row.weight > 0 for row in rows)
+        plain &= not any(row.on_demand_frac for row in rows)
         active = all(self.coverage.active[i] for i in self.rows)
         alike = all(len(group.rows) == 1 or len(set(group.amounts)) == 1 for group in self.groups)
         return plain and active and alike

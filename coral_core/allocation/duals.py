@@ -31,7 +31,7 @@ _SMOOTHING = 0.5
 class Tolls:
     """A toll on nodes (regions, configs), the bound it proves, and the blocks priced under it.
 
-    `least_usd_per_h[b]` is a bound on block b's cost with toll; `overfull`: the master cannot do within the capacity.
+    `least_usd_per_h[b]` is a bound on block b's cost with toll, `plans[b]` its cheapest plan: instances by column; `overfull`: the master cannot do within the capacity.
     """
 
     toll_usd_per_h: Floats
@@ -39,6 +39,7 @@ class Tolls:
     fronts: Fronts
     blocks: list[Block]
     least_usd_per_h: list[float]
+    plans: list[dict[int, int]]
     overfull: bool = False
 
 
@@ -68,7 +69,12 @@ def find_tolls(fronts: Fronts, solver: Solver, effort: Effort) -> Tolls | None:
         bound = float(sum(least) - (problem.available * toll).sum())
         if best is None or bound > best.bound_usd_per_h:
             best = Tolls(
-                toll_usd_per_h=toll, bound_usd_per_h=bound, fronts=priced, blocks=blocks, least_usd_per_h=least
+                toll_usd_per_h=toll,
+                bound_usd_per_h=bound,
+                fronts=priced,
+                blocks=blocks,
+                least_usd_per_h=least,
+                plans=[found.plan or {} for found in covers],
             )
         pool.extend(
             _plan_column(b, block, found, toll) for b, (block, found) in enumerate(zip(blocks, covers, strict=True))

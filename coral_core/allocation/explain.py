@@ -19,7 +19,7 @@ class Limit:
     """A limit and how far the plan uses it. `binding`: the plan reaches it, or it has a price in the relaxation.
 
     `name` is what it limits (region and configuration, model and phase). `used` and `limit` are nodes for capacity,
-    instances for floors and caps, USD/h for the budget. `shadow_usd_per_h` >= 0: what one more node (capacity), one instance
+    instances for floors and caps, USD/h for the budget, fractions of the demand for on-demand coverage. `shadow_usd_per_h` >= 0: what one more node (capacity), one instance
     more (cap) or less (floor), or one USD/h more of budget would save at the plan's own shortfall.
     """
 
@@ -75,6 +75,10 @@ def explain_allocation(
         if family is Family.CAPACITY:
             name, limit = (problem.regions[a], problem.configs[b]), float(problem.available[a, b])
             limits.append(_limit(family, name, float(used[a, b]), limit, value))
+        elif family is Family.ON_DEMAND:
+            row = problem.demand[a]
+            steady = _covered_without_spot(prices, problem, a)
+            limits.append(_limit(family, (row.model, row.phase.value), steady, row.on_demand_frac, value))
         elif family is Family.BUDGET:
             budget = problem.options.budget_usd_per_h
             assert budget is not None
@@ -98,8 +102,21 @@ def volume_price(usd_per_h_per_unit: float, *, in_requests: bool) -> tuple[float
     return (usd * 1e3, "USD per 1,000 requests") if in_requests else (usd * 1e6, "USD per million tokens")
 
 
+def _covered_without_spot(prices: Prices, problem: AllocationProblem, row: int) -> float:
+    covered = 0.0
+    steady = ~prices.coverage.spot_of
+    for group in prices.coverage.groups:
+        if row in group.rows and steady[group.members[0]]:
+            amount = group.amounts[group.rows.index(row)]
+            covered += (
+                float(prices.counts[group.members].sum(axis=1) @ problem.templates.throughput[group.members]) / amount
+            )
+    return covered
+
+
 def _limit(family: Family, name: tuple[str, str], used: float, limit: float, value: float) -> Limit:
-    reached = used <= limit if family is Family.FLOOR else used >= limit
+    least = family in (Family.FLOOR, Family.ON_DEMAND)
+    reached = used <= limit if least else used >= limit
     return Limit(
         family=family.value,
         name=name,

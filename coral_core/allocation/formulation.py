@@ -10,6 +10,7 @@ Constraints, by family:
   demand    sum_tr a_ti (x + o)_tr + s_u >= 1                   for each active row i alone in its unit u
   region    sum_t a_ti (x + o)_tr - d_ur >= 0                   for each row i of a pair u, each r
   pair      sum_r d_ur + s_u >= 1                               for each pair u
+  on_demand sum over t without spot nodes of a_ti (x + o)_tr + h_i s_u >= h_i     for each active row i with a floor h_i
   floor     sum_tr (x + o)_tr + e_i >= f_i ;  cap  sum_tr (x + o)_tr <= g_i
   budget    sum_tr p_tr (x + o)_tr <= B                         where there is one
   stage     sum_i e_i <= E ;  sum_u w_u s_u <= W                what earlier stages proved
@@ -44,6 +45,7 @@ class Family(StrEnum):
     FLOOR = "floor"
     CAP = "cap"
     BUDGET = "budget"
+    ON_DEMAND = "on_demand"
     STAGE = "stage"
 
 
@@ -55,7 +57,7 @@ class Formulation:
     """A program with its meaning: `program` has the columns, then s, d, e; `row_scale` turns demand rows into fractions.
 
     `row_key` names each row: (family, index a, index b): capacity (r, c), demand (i, 0), region (i, place), pair (u, 0),
-    floor (i, 0), cap (i, 0), budget (0, 0).
+    floor (i, 0), cap (i, 0), on_demand (i, 0), budget (0, 0).
     """
 
     columns: Columns
@@ -182,6 +184,16 @@ def formulate(
         _add_budget(built, problem, columns)
     place = coverage.place(columns.template, columns.region)
     _add_demand(built, units, entered, place, s, d.reshape(-1, n_places) if n_d else d)
+    steady = ~coverage.spot_of[columns.template]
+    for u, unit in enumerate(units):
+        for i in unit:
+            floor = problem.demand[i].on_demand_frac
+            if floor > 0:
+                kept = steady[entered[i][0]]
+                index, frac = entered[i][0][kept], entered[i][1][kept]
+                let_off = (s[[u]], np.full(1, floor))
+                scale = _scale(np.append(frac, floor))
+                built.add((Family.ON_DEMAND, i, 0), (index, frac), let_off, lower=floor, scale=scale)
     for i in chosen:
         row, index = problem.demand[i], entered[i][0]
         if i in floors:

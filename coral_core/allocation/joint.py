@@ -97,7 +97,7 @@ class _Growing:
         bounds = least[template, region]
         order = np.argsort(bounds, kind="stable")
         template, region, bounds = template[order], region[order], bounds[order]
-        size, best, proven = min(_FIRST_COLUMNS, len(order)), self._running_plan(), self.tolls.bound_usd_per_h
+        size, best, proven = min(_FIRST_COLUMNS, len(order)), self._start(), self.tolls.bound_usd_per_h
         last = False
         while True:
             columns = self._columns(template[:size], region[:size], best)
@@ -130,17 +130,31 @@ class _Growing:
             return replace(staged, cost_bound_usd_per_h=max(staged.cost_bound_usd_per_h, least_usd_per_h))
         return Staged(plan=staged.plan, cost_bound_usd_per_h=least_usd_per_h)
 
-    def _running_plan(self) -> Plan:
-        """What runs and still fits, region by region in the order given."""
+    def _start(self) -> Plan:
+        """The better of what runs and the blocks' plans under the toll, as far as either fits."""
+        columns = [block.columns for block in self.tolls.blocks]
+        wished = [
+            (int(own.template[j]), int(own.region[j]), count)
+            for own, plan in zip(columns, self.tolls.plans, strict=True)
+            for j, count in plan.items()
+        ]
+        running = list(zip(*(part.tolist() for part in running_instances(self.problem)), strict=True))
+        none = np.zeros(0, dtype=np.int64)
+        solve = self._solve_on(self._columns(none, none, None))
+        first, second = solve.judge(self._fitting(running)), solve.judge(self._fitting(wished))
+        return first if first.beats(second) else second
+
+    def _fitting(self, instances: list[tuple[int, int, int]]) -> Ints:
+        """As many of the instances as fit, in the order given."""
         counts = np.zeros((len(self.problem.templates), len(self.problem.regions)), dtype=np.int64)
         left = self.problem.available.copy()
-        for t, r, count in zip(*(part.tolist() for part in running_instances(self.problem)), strict=True):
+        for t, r, count in instances:
             nodes = self.problem.templates.nodes[t]
-            fit = min(count, int((left[r][nodes > 0] // nodes[nodes > 0]).min(initial=count)))
+            fits = np.isfinite(self.tolls.fronts.rent_usd_per_h[t, r])
+            fit = min(count, int((left[r][nodes > 0] // nodes[nodes > 0]).min(initial=count))) if fits else 0
             counts[t, r] += fit
             left[r] -= fit * nodes
-        none = np.zeros(0, dtype=np.int64)
-        return self._solve_on(self._columns(none, none, None)).judge(counts)
+        return counts
 
     def _solve_on(self, columns: Columns) -> StagedSolve:
         return StagedSolve(

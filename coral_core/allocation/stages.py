@@ -150,7 +150,7 @@ class StagedSolve:
 
     def _raised(self, program: WideProgram, margin_frac: float) -> WideProgram:
         """`program` with every demand `margin_frac` higher than it is."""
-        kinds = (Family.DEMAND, Family.REGION, Family.PAIR)
+        kinds = (Family.DEMAND, Family.REGION, Family.PAIR, Family.ON_DEMAND)
         raised = np.array([margin_frac if key[0] in kinds else 0.0 for key in self.formulation.row_key])
         return replace(program, row_lower=program.row_lower + raised * self.formulation.row_scale)
 

@@ -102,7 +102,7 @@ def _check_rows(problem: AllocationProblem, result: AllocationResult, held: dict
                 covered[i][r, variant] += float(templates.throughput[t]) * count / demand
         _check_bounds(result, i, row, instances)
     for i, row in enumerate(problem.demand):
-        missing = max(0.0, 1.0 - _served(problem, covered, i)) if _asks(row) else 0.0
+        missing = max(0.0, 1.0 - min(_served(problem, covered, i), _floor_met(problem, held, i))) if _asks(row) else 0.0
         _check_shortfall(result, i, row, missing)
 
 
@@ -130,6 +130,25 @@ def _served(problem: AllocationProblem, covered: list[dict[tuple[int, str], floa
     if partner is None:
         return math.fsum(covered[i].values())
     return math.fsum(min(own, covered[partner].get(place, 0.0)) for place, own in covered[i].items())
+
+
+def _floor_met(problem: AllocationProblem, held: dict[tuple[int, int], int], i: int) -> float:
+    """How far the on-demand floors of the row, and of the one it is served with, are met; infinite without any."""
+    spot = [problem.configs.index(name) for name in problem.spot_configs]
+    met = math.inf
+    for k, row in enumerate(problem.demand):
+        together = problem.options.pd_same_region and row.model == problem.demand[i].model and _asks(row)
+        if row.on_demand_frac == 0 or not (k == i or together):
+            continue
+        covered = 0.0
+        for (t, _), count in held.items():
+            phase = problem.templates.phases[t]
+            if _enters(problem.templates.models[t], phase, row) and not problem.templates.nodes[t][spot].any():
+                demand = row.requests_per_s if phase is Phase.AGGREGATED else row.tokens_per_s
+                assert demand is not None
+                covered += float(problem.templates.throughput[t]) * count / demand
+        met = min(met, covered / row.on_demand_frac)
+    return met
 
 
 def _check_shortfall(result: AllocationResult, i: int, row: DemandRow, missing: float) -> None:

@@ -57,6 +57,7 @@ class _Demand(_Strict):
     weight: Amount = 1.0
     min_instances: Count = 0
     max_instances: Count | None = None
+    on_demand_frac: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class _Running(_Strict):
@@ -86,6 +87,7 @@ class _Problem(_Strict):
     demand: list[_Demand]
     running: list[_Running] = []
     exclusions: list[_Exclusion] = []
+    spot_configs: list[Name] = []
     churn_k: Amount = 0.0
     options: _Options = _Options()
 
@@ -131,6 +133,7 @@ def _problem(item: object) -> AllocationProblem:
         ),
         running=tuple(Running(template=x.template, region=x.region, count=x.count) for x in data.running),
         exclusions=tuple(Exclusion(**item.model_dump()) for item in data.exclusions),
+        spot_configs=tuple(data.spot_configs),
         churn_k=data.churn_k,
         options=AllocationOptions(**data.options.model_dump()),
     )

@@ -39,7 +39,8 @@ class DemandRow:
 
     `tokens_per_s` for prefill and decode; `requests_per_s` too where aggregated templates may cover the row, and alone
     for phase `aggregated`. `weight` multiplies the missing fraction in the shortfall objective. `min_instances` and
-    `max_instances` bound the instances of templates that enter the row.
+    `max_instances` bound the instances of templates that enter the row. `on_demand_frac` of the demand must be covered
+    without spot nodes: what is served counts only as far as that holds for it too.
     """
 
     model: str
@@ -49,6 +50,7 @@ class DemandRow:
     weight: float = 1.0
     min_instances: int = 0
     max_instances: int | None = None
+    on_demand_frac: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,8 @@ class AllocationProblem:
     """Which templates to run how often in which region.
 
     `available` (R, C) counts all nodes we may hold, those running included. `price_usd_per_h` is (R, C), NaN where a
-    configuration is not sold (then `available` must be 0). `churn_k` = start-up time / interval.
+    configuration is not sold (then `available` must be 0). A configuration is of one market: those in `spot_configs` may be
+    taken away at any time. `churn_k` = start-up time / interval.
     """
 
     regions: tuple[str, ...]
@@ -100,6 +103,7 @@ class AllocationProblem:
     demand: tuple[DemandRow, ...]
     running: tuple[Running, ...] = ()
     exclusions: tuple[Exclusion, ...] = ()
+    spot_configs: tuple[str, ...] = ()
     churn_k: float = 0.0
     options: AllocationOptions = field(default_factory=AllocationOptions)
 

@@ -75,6 +75,7 @@ def value(doc, plan):
             together += [k for k, o in enumerate(doc["demand"]) if k != i and o["model"] == row["model"] and asks(o)]
         served = sum(min(cover[k].get(place, 0.0) for k in together) for place in cover[i])
         missing.append(max(0.0, 1.0 - served) if asks(row) else 0.0)
+    missing = without_floors(doc, plan, missing)
     missing = [0.0 if m < 1e-9 else m for m in missing]
     runs = {(x["template"], x["region"]): x["count"] for x in doc["running"]}
     cost = churn = 0.0
@@ -86,6 +87,30 @@ def value(doc, plan):
             churn += max(0, n - runs.get((doc["templates"][t]["id"], r), 0)) * price * doc["churn_k"]
     weighted = sum(row["weight"] * m for row, m in zip(doc["demand"], missing, strict=True))
     return deficit, weighted, cost, churn, missing
+
+
+def steady(doc, plan, row):
+    """The fraction of a row that templates without spot nodes cover."""
+    total = 0.0
+    for (t, _), n in plan.items():
+        template = doc["templates"][t]
+        if enters(template, row) and not any(template["nodes"].get(c) for c in doc["spot_configs"]):
+            unit = "requests_per_s" if template["phase"] == "aggregated" else "tokens_per_s"
+            total += n * template[f"throughput_{unit}"] / row[unit]
+    return total
+
+
+def without_floors(doc, plan, missing):
+    """The missing fractions where on-demand floors count too."""
+    missing = list(missing)
+    for i, row in enumerate(doc["demand"]):
+        if row.get("on_demand_frac") and asks(row):
+            met = steady(doc, plan, row) / row["on_demand_frac"]
+            pair = doc["options"]["pd_same_region"] and row["phase"] != "aggregated"
+            for k, other in enumerate(doc["demand"]):
+                if k == i or (pair and other["model"] == row["model"] and asks(other)):
+                    missing[k] = max(missing[k], 1.0 - met)
+    return missing
 
 
 def allowed(doc, plan):
@@ -281,3 +306,15 @@ def test_exclusions_and_a_budget_equal_enumeration(doc, wide, tmp_path_factory):
             patch.setattr("coral_core.allocation.decompose.COVER_FROM_TEMPLATES", 0)
             patch.setattr("coral_core.allocation.joint.WIDE_FROM_COLUMNS", 0)
         agrees(doc, tmp_path_factory.mktemp("doc") / "problem.json")
+
+
+@settings(max_examples=200, deadline=None)
+@given(doc=documents(), data=st.data())
+def test_on_demand_floors_equal_enumeration(doc, data, tmp_path_factory):
+    configs = sorted(
+        {c for t in doc["templates"] for c in t["nodes"]} | {c for r in doc["regions"].values() for c in r}
+    )
+    doc["spot_configs"] = sorted(data.draw(st.sets(st.sampled_from(configs)))) if configs else []
+    for row in doc["demand"]:
+        row["on_demand_frac"] = data.draw(st.sampled_from([0.0, 0.25, 0.5, 0.8, 1.0]))
+    agrees(doc, tmp_path_factory.mktemp("doc") / "problem.json")

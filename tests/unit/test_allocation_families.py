@@ -183,3 +183,25 @@ def test_the_file_states_the_families(tmp_path):
     assert problem.options.budget_usd_per_h == 3.0
     assert problem.templates.variants == ("fp8", "")
     assert solve_allocation(problem).shortfall[0].frac == 1.0
+
+
+def test_an_on_demand_floor_is_covered_without_spot_nodes_and_binds():
+    floor = replace(decode_problem().demand[0], on_demand_frac=0.5)
+    problem = decode_problem(demand=(floor,), spot_configs=("cheap",))
+    result = solve_allocation(problem)
+    assert counts(result) == {"c": 2, "d": 2}  # two of the dear cover 40 of the 30 that must not be spot
+    limits = {limit.family: limit for limit in explain_allocation(problem, result).limits}
+    assert limits["on_demand"].used == pytest.approx(40 / 60)
+    assert limits["on_demand"].limit == 0.5
+    short = decode_problem(demand=(floor,), spot_configs=("cheap",), available=np.array([[9, 1]]))
+    assert solve_allocation(short).shortfall[0].frac == pytest.approx(1 / 3)  # 20 of 30, so two thirds count
+    with pytest.raises(PlanViolationError, match="fraction"):
+        verify_allocation(problem, solve_allocation(decode_problem()))
+
+
+def test_on_demand_floors_are_fractions_of_known_markets():
+    with pytest.raises(InputError, match="unknown config 'x'"):
+        solve_allocation(decode_problem(spot_configs=("x",)))
+    row = replace(decode_problem().demand[0], on_demand_frac=1.5)
+    with pytest.raises(InputError, match="not in"):
+        solve_allocation(decode_problem(demand=(row,)))
