@@ -20,7 +20,7 @@ PLACEMENT_METHODS: Final[Mapping[str, Callable[[float, Preference], PlacementMet
 
 
 def placement_method(name: str, *, time_limit_s: float = 60.0, solver: Preference = "auto") -> PlacementMethod:
-    """The method of that name; `time_limit_s` (per program) and `solver` matter to `ilp` only.
+    """The method of that name; `time_limit_s` (per combination and number of stages) and `solver` matter to `ilp` only.
 
     Raises InputError with suggestions for an unknown name.
     """
