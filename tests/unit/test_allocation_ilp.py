@@ -129,6 +129,8 @@ def test_best_so_far_with_its_proven_bound():
 
 
 def test_the_time_limit_is_kept():
+    import coral_core.allocation.cover_kernel  # noqa: F401 - loading compiled code is not part of the solve
+
     # hard: not proven in many times the limit
     given = random_problem(n=3000, held=8, time_limit_s=0.7, gap_frac=0.0, solver="highs")
     result = solve_allocation(replace(given, demand=(replace(given.demand[0], tokens_per_s=300.0),)))
