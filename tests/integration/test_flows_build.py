@@ -116,7 +116,7 @@ def test_a_build_killed_in_the_middle_is_finished_by_a_rerun_and_never_half_seen
 
 def test_tiny_by_integer_programs_on_ray_equals_lattice(store):
     resolved = resolve_scenario(load_scenario("tiny"))
-    build_library(build_spec_from_scenario(resolved, keep_all=True), store, InlineExecutor())
+    build_library(build_spec_from_scenario(resolved, method="lattice", keep_all=True), store, InlineExecutor())
     lattice = best_by_combination(open_library(store, "tiny"))
     manifest = build_library(build_spec_from_scenario(resolved, method="ilp"), store, RayExecutor(workers=2))
     snapshot = open_library(store, "tiny")
