@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, validators
 
 from coral_core.cli.options import AsJson, InputFile
 from coral_core.cli.output import print_json, print_note, print_table
 from coral_core.domain.placement import PlacementStatus
-from coral_core.errors import NoSolutionError
+from coral_core.errors import InputError, NoSolutionError
 from coral_core.report.figures import stages_text
 
 app = App(name="placement", help="Solve placement problems of your own (JSON in, JSON out).")
@@ -21,6 +21,9 @@ def solve(
     file: InputFile,
     *,
     method: Annotated[Literal["lattice", "ilp"], Parameter(help="Both find the same optimum.")] = "lattice",
+    time_limit_s: Annotated[
+        float, Parameter(validator=validators.Number(gt=0, lte=86_400), help="Method ilp: per number of stages.")
+    ] = 60.0,
     as_json: AsJson = False,
 ) -> int:
     """Find the throughput-optimal placement of one problem or a list (format: docs/formats.md).
@@ -32,10 +35,13 @@ def solve(
     from coral_core.placement.verify import verify_placement
 
     problems, was_list = read_placement_file(file)
-    solver = placement_method(method)
+    solver = placement_method(method, time_limit_s=time_limit_s)
     results = []
-    for problem in problems:
-        result = solver.solve(problem)
+    for index, problem in enumerate(problems):
+        try:
+            result = solver.solve(problem)
+        except InputError as error:
+            raise error.at(f"{file}[{index}]" if was_list else str(file)) from None
         if result.placement is not None:
             verify_placement(problem, result.placement, result.throughput_tokens_per_s)
         results.append(result)

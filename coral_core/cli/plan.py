@@ -13,7 +13,7 @@ from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
 from coral_core.cli.work import choose_executor, library_progress, open_configured_store, resolved_scenario
 from coral_core.config.settings import load_settings
-from coral_core.errors import NoSolutionError
+from coral_core.errors import NoSolutionError, StoreError
 
 if TYPE_CHECKING:
     from artifacts.library import LibrarySnapshot
@@ -132,15 +132,24 @@ def replay(*, at: At = "latest", fleet: Fleet = None, store: StoreUrl = None, as
 
 
 @app.command(name="list")
-def list_recorded(*, fleet: Fleet = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
-    """List the recorded plans of a fleet, newest last: scenario, cost, and what they do not meet."""
+def list_recorded(*, fleet: Fleet = None, store: StoreUrl = None, as_json: AsJson = False) -> int:
+    """List the recorded plans of a fleet, newest last: scenario, cost, and what they do not meet.
+
+    A damaged plan is reported and passed over; the exit code is then 6.
+    """
     from artifacts.keys import time_text
     from artifacts.plans import list_plans, read_plan
     from coral_core.report.figures import usd
     from coral_core.report.plan_report import unmet_text
 
     opened, fleet = open_configured_store(store), fleet or load_settings().fleet
-    found = [(time_text(time), read_plan(opened, fleet, time).plan) for time in list_plans(opened, fleet)]
+    found, damaged = [], False
+    for time in list_plans(opened, fleet):
+        try:
+            found.append((time_text(time), read_plan(opened, fleet, time).plan))
+        except StoreError as error:
+            print_note(f"coral: {error}")
+            damaged = True
     if as_json:
         print_json(
             [
@@ -152,13 +161,14 @@ def list_recorded(*, fleet: Fleet = None, store: StoreUrl = None, as_json: AsJso
                 for time, plan in found
             ]
         )
-        return
+        return StoreError.exit_code if damaged else 0
     rows = [
         (time, plan["scenario"], usd(plan["cost_usd_per_h"]), usd(plan["churn_usd_per_h"]), unmet_text(plan))
         for time, plan in found
     ]
     columns = ("time", "scenario", "USD/h", "start-up USD/h", "demand not met")
     print_table(f"Plans of fleet {fleet}", columns, rows)
+    return StoreError.exit_code if damaged else 0
 
 
 @app.command

@@ -140,7 +140,7 @@ def test_an_unproven_placement_is_answered_with_exit_code_3(solve, monkeypatch):
 
     monkeypatch.setattr(
         "coral_core.placement.methods.placement_method",
-        lambda name: IlpPlacement(preference="highs", time_limit_s=1e-6),
+        lambda name, **_: IlpPlacement(preference="highs", time_limit_s=1e-6),
     )
     nodes = [f"n{i}" for i in range(4)]
     rows = {name: [100.0 / (1 + (3 * i + j) % 7 * 0.01 + j) for j in range(12)] for i, name in enumerate(nodes)}
