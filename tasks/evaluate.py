@@ -123,7 +123,7 @@ def _epoch_rows(plans: PolicyPlans) -> list[Row]:
                 "status": result.status.value,
                 "shortfall_frac": max((item.frac for item in result.shortfall), default=0.0),
                 "solve_s": plan.solve_s,
-                **{name: counts[name] for name in ("instances", "mixed_instances", "nodes")},
+                **asdict(counts),
             }
         )
     return rows
@@ -218,13 +218,15 @@ def _known(value: float) -> float | None:
 def _summary(plans: PolicyPlans, runs: Sequence[Replay], reason: str) -> Row:
     """One policy: means over epochs of its plans, and over seeds of its runs."""
     epochs = _epoch_rows(plans)
-    names = ("cost_usd_per_h", "provisioning_usd_per_h", "startup_usd_per_h", "instances", "mixed_instances", "nodes")
+    names = ("cost_usd_per_h", "provisioning_usd_per_h", "startup_usd_per_h")
+    sizes = ("instances", "mixed_instances", "nodes")
     whole = [run.whole["*"] for run in runs]
     goodput = interval([one.goodput_tokens_per_s for one in whole])
     attainment = interval([one.attainment_frac for one in whole])
     notes = sorted({note for run in runs for note in run.notes})
     return {
         **{name: fmean(row[name] for row in epochs) for name in names},
+        **{name: interval([row[name] for row in epochs]).mean for name in sizes},
         "goodput_tokens_per_s": goodput.mean,
         "attainment_frac": attainment.mean,
         "offered_tokens_per_s": interval([one.offered_tokens_per_s for one in whole]).mean,

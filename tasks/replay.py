@@ -396,13 +396,24 @@ def _billed_usd_per_h(
     return tuple(float(value) for value in billed)
 
 
-def instance_counts(plans: PolicyPlans, epoch: int) -> Counter[str]:
-    """Instances and nodes of an epoch's plan, and how many instances mix configurations or GPU types."""
-    totals: Counter[str] = Counter()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceCounts:
+    """Instances of a plan, how many of them mix configurations, and their nodes; None where a template is not a library's."""
+
+    instances: int
+    mixed_instances: int | None
+    nodes: int | None
+
+
+def instance_counts(plans: PolicyPlans, epoch: int) -> InstanceCounts:
+    """The counts of an epoch's plan."""
+    counts: Counter[str] = Counter()
     for (template, _), count in plans.epochs[epoch].counts.items():
-        totals["instances"] += count
-        if template in plans.templates:
-            combination = plans.templates[template].placement.combination
-            totals["nodes"] += count * sum(combination.values())
-            totals["mixed_instances"] += count * (len(combination) > 1)
-    return totals
+        counts[template] += count
+    known = {name: plans.templates[name].placement.combination for name in counts if name in plans.templates}
+    whole = len(known) == len(counts)
+    return InstanceCounts(
+        instances=sum(counts.values()),
+        mixed_instances=sum(counts[name] for name in known if len(known[name]) > 1) if whole else None,
+        nodes=sum(counts[name] * sum(nodes.values()) for name, nodes in known.items()) if whole else None,
+    )

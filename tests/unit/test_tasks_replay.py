@@ -70,8 +70,11 @@ def test_a_plan_that_stays_is_paid_for_as_planned_and_charged_no_start_up_again(
     prices = template_prices(scenario, plans)
     assert sum(prices[key] * n for key, n in plans.epochs[0].counts.items()) == pytest.approx(first.cost_usd_per_h)
     counts = instance_counts(plans, 0)
-    assert counts["instances"] == sum(item.count for item in first.instances)
-    assert counts["nodes"] >= counts["instances"] > 0
+    assert counts.instances == sum(item.count for item in first.instances)
+    assert counts.nodes is not None
+    assert counts.nodes >= counts.instances > 0
+    unknown = instance_counts(replace(plans, templates={}), 0)
+    assert (unknown.instances, unknown.mixed_instances, unknown.nodes) == (counts.instances, None, None)
 
 
 def test_every_request_is_counted_once_and_all_policies_meet_the_same(scenario):
