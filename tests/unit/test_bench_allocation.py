@@ -59,6 +59,24 @@ def test_the_raw_program_may_be_left_out_and_may_find_nothing():
     assert (nothing.status, nothing.objective_usd_per_h, nothing.columns) == ("infeasible", None, 0)
 
 
+def test_a_solver_that_does_not_keep_its_limit_is_ended(monkeypatch):
+    monkeypatch.setattr(bench, "_LOADING_S", 0.0)  # nothing is loaded in no time
+    found = bench.raw_milp_apart(small_problem(), time_limit_s=0.001)
+    assert found.status.startswith("ended")
+    assert found.objective_usd_per_h is None
+    assert found.columns == 8
+    assert found.wall_s >= 0.002
+
+
+def die(*_):
+    raise SystemExit(1)
+
+
+def test_a_raw_program_whose_process_dies_is_reported(monkeypatch):
+    monkeypatch.setattr(bench, "_raw_milp_into", die)
+    assert bench.raw_milp_apart(small_problem(), time_limit_s=5.0).status.startswith("failed")
+
+
 def test_grown_problems_are_of_the_size_asked_and_alike_for_a_seed():
     given = small_problem()
     bigger = bench.grown(given, models=5, regions=3, seed=1)
