@@ -1,10 +1,10 @@
 """How much of a capacity a plan may count on: `max_utilization_frac` per phase, found in the simulator (DESIGN 3.1).
 
 At full load the queue alone breaks the SLO. For each phase the highest fraction of a grid is sought by bisection at which
-the plan of the scenario's first epoch serves at least `TARGET_FRAC` of every model's offered tokens within their SLO, in
-the mean over the seeds; the other phase is held at the lowest fraction meanwhile. Both are then tried together and lowered
-in turn, the higher first, until the goal holds. Where even the lowest fraction fails, that is said, with what it reached
-and whether the first token or the following ones are late.
+the scenario's plan at ample supply serves, over one epoch, at least `TARGET_FRAC` of every model's offered tokens within
+their SLO, in the mean over the seeds; the other phase is held at the lowest fraction meanwhile. Both are then tried
+together and lowered in turn, the higher first, until the goal holds. Where even the lowest fraction fails, that is said,
+with what it reached and whether the first token or the following ones are late.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from coral_core.allocation.policies import Policy
 from coral_core.config.resolve import ResolvedScenario
+from coral_core.config.scenario import Ample
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
 from coral_core.sim import ModelMetrics
@@ -89,7 +90,7 @@ def calibrate(
     if not 0 < target_frac <= 1:
         raise InputError(f"{target_frac!r} is not in (0, 1]", where="target_frac")
     phases = list(dict.fromkeys(phase for model in source.resolved.models for phase in model.phases))
-    source = _first_epoch(source)
+    source = _ample_epoch(source)
     trials: dict[tuple[float, ...], Trial] = {}
 
     def meets(at: Mapping[Phase, int]) -> bool:
@@ -129,13 +130,11 @@ def _last_met(meets: Callable[[Mapping[Phase, int]], bool], lowest: Mapping[Phas
     return low
 
 
-def _first_epoch(source: TemplateSource) -> TemplateSource:
-    """The source with the first epoch alone: its fleet is ready from the start, so that only load matters."""
+def _ample_epoch(source: TemplateSource) -> TemplateSource:
+    """The source with one epoch and ample supply: its fleet is ready from the start, so that load alone matters."""
     scenario = source.resolved.scenario
-    epochs = scenario.epochs.model_copy(update={"count": 1})
-    return source.changed(
-        replace(source.resolved, scenario=scenario.model_copy(update={"epochs": epochs})), source.supply[:1]
-    )
+    update = {"epochs": scenario.epochs.model_copy(update={"count": 1}), "availability": Ample()}
+    return source.changed(replace(source.resolved, scenario=scenario.model_copy(update=update)))
 
 
 def _trial(source: TemplateSource, policy: Policy, seeds: Sequence[int], utilization: Mapping[Phase, float]) -> Trial:

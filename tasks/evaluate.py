@@ -103,7 +103,7 @@ def evaluate(
             if subject in summaries
         },
         "published_source": SOURCE,
-        "supply_nodes": source.supply.sum(axis=(1, 2)).tolist(),
+        "supply_nodes": source.supply_at(utilization or {}).sum(axis=(1, 2)).tolist(),
     }
     return Evaluation(document=document, tables=tables)
 
@@ -203,6 +203,7 @@ def _service(one: ModelMetrics) -> Row:
         **_percentiles("ttft", one.ttft),
         **_percentiles("tpot", one.tpot),
         "failed_requests": one.failed_requests,
+        "rejected_requests": one.rejected_requests,
         "unfinished_requests": one.unfinished_requests,
     }
 

@@ -1,8 +1,10 @@
 """A policy through a scenario's epochs: plan each, keep the fleet going, and simulate the scenario's requests on it.
 
 Each epoch is planned on its own supply, with the fleet of the epoch before as what runs. The first epoch's fleet is ready
-when the first request arrives; later ones boot while what they replace still serves (`coral_core.sim.timeline`). Plans and
-their costs are predicted, what becomes of the requests is simulated.
+when the first request arrives; later ones boot while what they replace still serves (`coral_core.sim.timeline`). The
+gateway refuses a request that would wait for its first computation longer than its bound on the first token: where
+capacity is short, a queue of requests that are all late serves nobody. Plans and their costs are predicted, what becomes
+of the requests is simulated.
 """
 
 from __future__ import annotations
@@ -120,14 +122,20 @@ class TemplateSource:
             for method, snapshot in snapshots.items()
         }
         self.columns = {method: template_columns(rows, names) for method, rows in self.rows.items()}
-        first = next(iter(self.columns))
-        scale = self.columns[supply_method(resolved) if scales_with_plan(resolved) else first]
-        self.supply: NDArray[np.int64] = available_nodes(resolved, scale)
+        self.supply = self.supply_at({})
 
-    def changed(self, resolved: ResolvedScenario, supply: NDArray[np.int64]) -> TemplateSource:
-        """The same libraries for a scenario that differs in what no template depends on, with its supply."""
+    def supply_at(self, utilization: Mapping[Phase, float]) -> NDArray[np.int64]:
+        """(epochs, R, C) nodes to be had. Where it is scaled to an ample plan, that plan counts on the same capacities."""
+        resolved = self.resolved
+        method = supply_method(resolved) if scales_with_plan(resolved) else next(iter(self.columns))
+        present = resolved.scenario.capacity.max_utilization_frac
+        return available_nodes(resolved, scaled_columns(self.columns[method], utilization, present))
+
+    def changed(self, resolved: ResolvedScenario) -> TemplateSource:
+        """The same libraries for a scenario that differs in nothing that templates depend on."""
         other = copy(self)
-        other.resolved, other.supply = resolved, supply
+        other.resolved = resolved
+        other.supply = other.supply_at({})
         return other
 
 
@@ -169,10 +177,11 @@ def plan_epochs(
     """
     resolved = source.resolved
     method = policy_method(resolved, policy)
-    columns = _scaled(source.columns[method], utilization or {}, resolved.scenario.capacity.max_utilization_frac)
+    columns = scaled_columns(source.columns[method], utilization or {}, resolved.scenario.capacity.max_utilization_frac)
+    supply = source.supply_at(utilization) if utilization else source.supply
     running: tuple[Running, ...] = ()
     epochs: list[EpochPlan] = []
-    for available in source.supply:
+    for available in supply:
         problem = allocation_problem(resolved, columns, running, available=available)
         if policy.name in ANY_REGION:
             problem = replace(problem, options=replace(problem.options, pd_same_region=False))
@@ -194,7 +203,10 @@ def plan_epochs(
     )
 
 
-def _scaled(columns: TemplateColumns, wanted: Mapping[Phase, float], present: Mapping[Phase, float]) -> TemplateColumns:
+def scaled_columns(
+    columns: TemplateColumns, wanted: Mapping[Phase, float], present: Mapping[Phase, float]
+) -> TemplateColumns:
+    """Templates at other utilisations than the `present` ones they were made with. Raises InputError outside (0, 1]."""
     for phase, value in wanted.items():
         if not 0 < value <= 1:
             raise InputError(f"{value!r} is not in (0, 1]", where=f"max_utilization_frac.{phase}")
@@ -284,7 +296,9 @@ def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans) -> Fleet:
         boot_s=resolved.scenario.allocation.startup_s,
     )
     return Fleet(
-        models=tuple(sim_model(one) for one in served.values()),
+        models=tuple(
+            sim_model(served[model.shape.name], max_wait_s=model.demand.slo.ttft_s) for model in resolved.models
+        ),
         timeline=line,
         pd_same_region=pd_same_region,
         dropped=tuple(dropped),

@@ -55,7 +55,11 @@ def test_supply_that_follows_the_published_plan_needs_its_library(tmp_path):
     )
     coral = scenario_policies(scarce, ["coral"])["coral"]
     assert needed_methods(scarce, [coral]) == ("lattice-free", "lattice")
-    assert source_of(scarce).supply.shape == (2, 2, 3)
+    source = source_of(scarce)
+    assert source.supply.shape == (2, 2, 3)
+    # A plan that counts on less of its capacity holds more nodes, and supply that is a multiple of it grows with it.
+    assert source.supply_at({Phase.PREFILL: 0.1, Phase.DECODE: 0.1}).sum() > source.supply.sum()
+    assert (source.supply_at({Phase.PREFILL: 0.6, Phase.DECODE: 0.6}) == source.supply).all()
 
 
 def test_a_plan_that_stays_is_paid_for_as_planned_and_charged_no_start_up_again(scenario):
@@ -130,11 +134,24 @@ def test_supply_that_moves_to_another_region_moves_the_fleet(tmp_path):
     assert moved < still  # nothing serves while the others boot, for the supply does not hold both
 
 
+def test_a_fleet_that_is_too_small_refuses_some_and_serves_others_in_time(tmp_path):
+    short = resolved(
+        tmp_path,
+        STILL,
+        ("requests_per_s: 4", "requests_per_s: 40"),
+        ("epochs:", "availability: {kind: constant, nodes: {us-east-2: {1xL40S: 2}}}\nepochs:"),
+    )
+    whole = replay(short, plan_epochs(source_of(short), scenario_policies(short)["coral"]), seed=0).whole["*"]
+    assert whole.rejected_requests > 0
+    assert whole.within_slo_requests > 0
+
+
 def test_without_supply_nothing_is_served_and_every_request_is_still_counted(tmp_path):
     none = resolved(tmp_path, ("epochs:", "availability: {kind: constant, nodes: {}}\nepochs:"))
     found = replay(none, plan_epochs(source_of(none), scenario_policies(none)["coral"]), seed=0)
     assert found.whole["*"].goodput_tokens_per_s == 0
-    assert found.whole["*"].unfinished_requests == found.whole["*"].offered_requests > 0
+    whole = found.whole["*"]
+    assert whole.unfinished_requests + whole.rejected_requests == whole.offered_requests > 0
     assert found.billed_usd_per_h == (0.0, 0.0)
 
 
