@@ -70,7 +70,7 @@ def test_names_its_command_licence_and_extras(repository, wheel):
         "optional-dependencies"
     ]
     assert {f"Provides-Extra: {name}" for name in extras} <= set(texts["METADATA"].splitlines())
-    assert set(extras) == {"flows", "aws", "gurobi", "serve", "report", "dev", "vllm"}
+    assert set(extras) == {"flows", "aws", "gcp", "gurobi", "serve", "report", "dev", "vllm"}
 
 
 def test_base_install_has_no_orchestrator_cloud_sdk_or_engine(installed):
