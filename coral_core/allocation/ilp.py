@@ -18,8 +18,9 @@ from coral_core.allocation.decompose import solve_blocks
 from coral_core.allocation.formulation import formulate
 from coral_core.allocation.fronts import Fronts
 from coral_core.allocation.joint import solve_joint
+from coral_core.allocation.reach import within_reach
 from coral_core.allocation.reduce import reduce_columns
-from coral_core.allocation.stages import StagedSolve
+from coral_core.allocation.stages import StagedSolve, weighted_shortfall
 from coral_core.allocation.verify import verify_allocation
 from coral_core.allocation.wide import Effort
 from coral_core.domain.allocation import AllocationProblem, AllocationResult
@@ -38,8 +39,10 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
     """
     started = time.perf_counter()
     check_problem(problem)
+    asked, asked_coverage = problem, coverage_of(problem)
+    problem = within_reach(asked, asked_coverage)
     chosen = _Choosing(preference=cast("Preference", problem.options.solver)) if solver is None else solver
-    coverage = coverage_of(problem)
+    coverage = asked_coverage if problem is asked else coverage_of(problem)
     effort = Effort(gap_frac=problem.options.gap_frac, deadline_s=started + problem.options.time_limit_s)
     fronts = Fronts.of(problem, coverage)
     blocks = solve_blocks(problem, coverage, fronts, chosen, effort)
@@ -64,25 +67,29 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
     if staged.plan.full:
         cost_bound = max(cost_bound, blocks.full_service_bound_usd_per_h)
     proven = staged.needs_proven(problem.options.gap_frac)
+    assessment = assess(asked, asked_coverage, staged.plan.counts)
+    rows = tuple(range(len(asked.demand)))
+    shortfall = weighted_shortfall(asked, assessment, rows) * weight_unit(asked)
+    unproven = max(staged.plan.shortfall - staged.shortfall_bound, 0.0) * weight_unit(problem)
     statistics = {
         **counted,
         "decomposed": float(settled),
-        "shortfall_weighted": staged.plan.shortfall * weight_unit(problem),
-        "shortfall_bound": min(staged.shortfall_bound, staged.plan.shortfall) * weight_unit(problem),
+        "shortfall_weighted": shortfall,
+        "shortfall_bound": max(shortfall - unproven, 0.0),
         "shortfall_proven": float(proven),
         "solve_s": time.perf_counter() - started,
     }
     name = "+".join(sorted(chosen.used)) if isinstance(chosen, _Choosing) else chosen.name
     result = result_of(
-        problem,
+        asked,
         staged.plan.counts,
-        assess(problem, coverage, staged.plan.counts),
+        assessment,
         bound_usd_per_h=cost_bound,
         shortfall_proven=proven,
         method=f"ilp:{name}" if name else "ilp",
         statistics=statistics,
     )
-    verify_allocation(problem, result)
+    verify_allocation(asked, result)
     return result
 
 

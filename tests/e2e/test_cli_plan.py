@@ -245,7 +245,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(coral, arguments, words):
 def test_a_damaged_plan_does_not_hide_the_others(coral, here, small):
     coral("plan", "--scenario", small, "--json")
     coral("plan", "--scenario", small, "--json")
-    first = sorted((here / ".coral/store/plans/default").glob("*/plan.json"))[0]
+    first = min((here / ".coral/store/plans/default").glob("*/plan.json"))
     first.write_text(first.read_text().replace('"count":', '"count":1', 1))
     code, out, err = coral("plan", "list", "--json")
     assert code == 6
