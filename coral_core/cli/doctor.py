@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ def doctor(*, store: StoreUrl = None, as_json: AsJson = False) -> int:
         *_guarded("solvers", _solvers),
         *_guarded("store", lambda: _store(store)),
         *_guarded("server", _prefect_server),
+        *_guarded("server", _ray_cluster),
         *_guarded("inputs", _catalogs),
     ]
     if as_json:
@@ -135,6 +137,23 @@ def _prefect_server() -> Iterator[Finding]:
             yield Finding(group="server", what="Prefect", state="ok", detail=f"{url} answers {answer.status}")
     except (urllib.error.URLError, TimeoutError, ValueError) as error:
         yield Finding(group="server", what="Prefect", state="failed", detail=f"{url} does not answer: {error}")
+
+
+def _ray_cluster() -> Iterator[Finding]:
+    from coral_core.config.settings import load_settings
+
+    address = load_settings().ray_address
+    if address == "local":
+        yield Finding(
+            group="server", what="Ray", state="absent", detail="CORAL_RAY_ADDRESS is `local`: started per build"
+        )
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=5):
+            yield Finding(group="server", what="Ray", state="ok", detail=f"{address} answers")
+    except (OSError, ValueError, OverflowError) as error:
+        yield Finding(group="server", what="Ray", state="failed", detail=f"{address} does not answer: {error}")
 
 
 def _catalogs() -> Iterator[Finding]:

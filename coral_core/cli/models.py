@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ from cyclopts import App, Parameter
 from coral_core.cli.options import AsJson
 from coral_core.cli.output import print_json, print_table, print_text
 from coral_core.domain.models import ModelShape
-from coral_core.errors import InputError, unknown_name
+from coral_core.errors import unknown_name
 
 app = App(name="models", help="Models that can be planned; add one from a Hugging Face config.json.")
 
@@ -71,20 +70,19 @@ def show(name: str, *, as_json: AsJson = False) -> None:
 def add(
     config_json: Path,
     *,
-    name: Annotated[str | None, Parameter(help="Name in scenarios; default: the file's own `_name_or_path`.")] = None,
+    name: Annotated[
+        str | None, Parameter(help="Name in scenarios; default: the file's `_name_or_path`, else its folder's name.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Add a model from a Hugging Face config.json (kept under CORAL_MODELS, default .coral/models).
 
-    Configurations rarely say what they belong to; where this one does not (`_name_or_path`), give a --name.
+    Configurations rarely say what they belong to (`_name_or_path`); a `config.json` that does not is called after its
+    folder, any other file after itself. The name is printed; --name replaces it.
     """
     from coral_core.catalog import read_hf_config, save_user_model
     from coral_core.config.settings import load_settings
 
-    if name is None and not _says_its_name(config_json):
-        raise InputError(
-            "it does not say its name (`_name_or_path`)", where=str(config_json), fix="give it with --name"
-        )
     shape = read_hf_config(config_json, name=name)
     path = save_user_model(shape, load_settings().models)
     if as_json:
@@ -95,15 +93,6 @@ def add(
         f"added {shape.name}: {facts['total_params'] / 1e9:.2f} B parameters, {shape.layers} layers, "
         f"variants {', '.join(shape.variants)} -> {path}"
     )
-
-
-def _says_its_name(config_json: Path) -> bool:
-    """Whether the file names its model; what is wrong with the file is for its reader to say."""
-    try:
-        config = json.loads(config_json.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return True
-    return not isinstance(config, dict) or bool(config.get("_name_or_path"))
 
 
 def _attention_text(shape: ModelShape) -> str:

@@ -78,9 +78,12 @@ def test_a_model_is_added_from_a_hugging_face_config_and_listed(coral, tmp_path)
     code, out, _ = coral("models", "show", "little")
     assert code == 0
     assert "32 heads, 8 KV" in out
-    code, out, err = coral("models", "add", path)
-    assert (code, out) == (2, "")
-    assert "--name" in err
+    folder = tmp_path / "Folder-1B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    code, out, _ = coral("models", "add", folder / "config.json")
+    assert code == 0
+    assert "added folder-1b:" in out
     path.write_text(json.dumps({**config, "_name_or_path": "org/Own-1B"}))
     code, out, _ = coral("models", "add", path, "--json")
     assert json.loads(out)["name"] == "own-1b"
@@ -178,6 +181,14 @@ def test_doctor_says_that_a_prefect_server_does_not_answer(coral, monkeypatch):
     code, out, _ = coral("doctor", "--json")
     assert code == 1
     assert any(f["what"] == "Prefect" and f["state"] == "failed" for f in json.loads(out))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense", "127.0.0.1:999999"])
+def test_doctor_says_that_a_ray_cluster_does_not_answer(coral, monkeypatch, address):
+    monkeypatch.setenv("CORAL_RAY_ADDRESS", address)
+    code, out, _ = coral("doctor", "--json")
+    assert code == 1
+    assert any(f["what"] == "Ray" and f["state"] == "failed" for f in json.loads(out))
 
 
 def test_foreign_packages_of_our_names_are_refused(tmp_path, monkeypatch):
