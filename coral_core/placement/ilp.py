@@ -11,7 +11,8 @@ nodes give at ceil(L/S) layers, which some stage must hold (each other stage tak
 T^. A solver's tolerances are absolute, so it is blind to a T far below U, and calls such a program worthless or
 infeasible. Therefore, for each S, in turn:
   confirm: T is fixed just above the best and everything scaled by it (with no best: by the smallest positive T^,
-    which makes all coefficients 0 or 1). Only that this is infeasible proves the best; else there is a better one.
+    which makes all coefficients 0 or 1). Only that this is infeasible, and that T without that
+    bound stays below it too, proves the best; else there is a better one.
   search: T is maximised from there. Where the best stays far below U, the solver's bound proves no more than a lower U:
     again with that, until both are of one magnitude.
 """
@@ -96,7 +97,7 @@ class IlpPlacement:
         results = [self.solve(problem_at(table, row)) for row in counts]
         return _packed(table, counts, results)
 
-    def _solve_stages(
+    def _solve_stages(  # noqa: C901 - two steps that alternate, stated in the module's head
         self, table: Floats, names: NDArray[np.str_], n_stages: int, best: float
     ) -> tuple[Placement | None, float, float]:
         """(placement, throughput, upper bound) at S = n_stages; `table` is (n, L), `best` what fewer stages reach."""
@@ -132,7 +133,10 @@ class IlpPlacement:
                 above = best * (1 + PROOF_FRAC) if best > 0 else least
                 result, better = ask(above, 1.0)
                 if result.status is SolveStatus.INFEASIBLE:
-                    return placement, best, above if best > 0 else 0.0
+                    # HiGHS 1.16 has called such programs infeasible that are not, never without the bound below T.
+                    result, better = ask(above, 0.0)
+                    if not better and result.status is SolveStatus.OPTIMAL and _bound(result) < 1 - PROOF_FRAC / 2:
+                        return placement, best, above if best > 0 else 0.0
                 if not better:
                     return placement, best, most
         return placement, best, best

@@ -170,3 +170,19 @@ def test_ilp_is_brute_force_over_magnitudes_at_length(preference):
     for seed in range(2000):
         problem = wide_problem(seed)
         check(problem, IlpPlacement(preference=preference).solve(problem), brute_force(problem), 1e-7)
+
+
+def test_a_program_that_highs_calls_infeasible_is_asked_again():
+    """Met in a benchmark on real capacities: with a bound below T, HiGHS 1.16 saw no two-stage placement here."""
+    layers = 94
+    j = np.arange(1, layers + 1)
+    large = np.where(j <= 47, 1768274.97813122 / j**0.9, 900.0 * (layers + 1 - j))
+    large = np.minimum.accumulate(large)
+    small = np.where(j <= 11, 29993.49818362 / j, 0.0)
+    rows = {s: {"large": large / s, "small": small / s} for s in (1, 2, 3)}
+    problem = PlacementProblem(layers=layers, nodes=("large", "large", "small"), capacity_tokens_per_s=rows)
+    exact = LatticePlacement().solve(problem)
+    found = IlpPlacement(preference="highs", time_limit_s=30.0).solve(problem)
+    assert found.throughput_tokens_per_s <= exact.throughput_tokens_per_s * (1 + 1e-9)
+    if found.status is PlacementStatus.OPTIMAL:
+        assert found.throughput_tokens_per_s == pytest.approx(exact.throughput_tokens_per_s, rel=1e-6)

@@ -55,7 +55,7 @@ def solved(of: PlacementProblem):
 def test_an_honest_solver_proves_the_best(monkeypatch, of):
     asked = scripted(monkeypatch, lambda _program, result, _confirms: result)
     assert solved(of) == (PlacementStatus.OPTIMAL, 3)
-    assert asked[-1] == "confirm"
+    assert "confirm" in asked
 
 
 @pytest.mark.parametrize("of", [SMALL, FAR])
@@ -79,8 +79,9 @@ def test_blind_searches_lower_no_bound_for_good(monkeypatch):
         return result if confirms else replace(result, status=blind, x=None, objective=None, bound=None)
 
     scripted(monkeypatch, answer)
-    assert solved(SMALL) == (PlacementStatus.OPTIMAL, 3)
-    assert solved(FAR) == (PlacementStatus.OPTIMAL, 3)
+    # Found, but a second opinion that cannot be right proves nothing.
+    assert solved(SMALL) == (PlacementStatus.UNPROVEN, 3)
+    assert solved(FAR) == (PlacementStatus.UNPROVEN, 3)
 
 
 def test_a_bound_far_above_all_that_is_found_proves_nothing(monkeypatch):
@@ -119,7 +120,7 @@ def test_nothing_is_asked_where_all_capacities_are_zero(monkeypatch):
     asked = scripted(monkeypatch, lambda _program, result, _confirms: result)
     assert solved(problem(a=[0, 0, 0, 0], b=[0, 0, 0, 0])) == (PlacementStatus.INFEASIBLE, 0)
     assert solved(problem(a=[1, 1, 1, 1], b=[0, 0, 0, 0])) == (PlacementStatus.INFEASIBLE, 0)
-    assert len(asked) <= 1
+    assert len(asked) <= 2
 
 
 def test_a_program_beyond_any_solver_is_refused_before_it_is_built():
