@@ -18,11 +18,11 @@ from coral_core.domain.capacity import BudgetTable
 from coral_core.domain.hardware import NodeConfig
 from coral_core.domain.models import ModelShape
 from coral_core.domain.workload import Lengths, Phase, Slo
-from coral_core.errors import DataGapError, InputError
+from coral_core.errors import InputError
 from coral_core.perf.assumptions import CapacityAssumptions
-from coral_core.perf.capacity import check_inputs, node_capacity
-from coral_core.perf.factors import Factors, load_factors
-from coral_core.perf.search import Budgets, Question, ReplicaSteps
+from coral_core.perf.capacity import check_inputs, estimate_question, node_capacity
+from coral_core.perf.factors import Factors
+from coral_core.perf.search import Budgets, ReplicaSteps
 
 GRID: Final = 60
 """Divisible by 1..6: the published split l/S is among the choices for every S up to 6."""
@@ -57,19 +57,7 @@ def budget_table(
     check_inputs(shape, lengths, slo, configs, 1)
     if not 1 <= grid <= MAX_GRID:
         raise InputError(f"{grid} budgets instead of 1 to {MAX_GRID}", where="grid")
-    if not assumptions.allow_estimates:
-        raise DataGapError(
-            f"no measured profile of model {shape.name} on {', '.join(config.name for config in configs)}",
-            fix="allow estimates, or profile these configurations",
-        )
-    question = Question(
-        shape=shape,
-        variant=variant,
-        phase=phase,
-        lengths=lengths,
-        assumptions=assumptions,
-        factors=load_factors() if factors is None else factors,
-    )
+    question = estimate_question(shape, variant, phase, lengths, configs, assumptions=assumptions, factors=factors)
     names: dict[str, int] = {}
     throughput = np.zeros((grid, len(configs), shape.layers))
     layout = np.full(throughput.shape, -1, dtype=np.int16)

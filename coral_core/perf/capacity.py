@@ -57,19 +57,7 @@ def capacity_table(
     estimates are not allowed (there are no measured profiles to use instead).
     """
     check_inputs(shape, lengths, slo, configs, max_stages)
-    if not assumptions.allow_estimates:
-        raise DataGapError(
-            f"no measured profile of model {shape.name} on {', '.join(config.name for config in configs)}",
-            fix="allow estimates, or profile these configurations",
-        )
-    question = Question(
-        shape=shape,
-        variant=variant,
-        phase=phase,
-        lengths=lengths,
-        assumptions=assumptions,
-        factors=load_factors() if factors is None else factors,
-    )
+    question = estimate_question(shape, variant, phase, lengths, configs, assumptions=assumptions, factors=factors)
     budgets = published_budgets(phase, slo, max_stages)
     names: dict[str, int] = {}
     throughput = np.zeros((max_stages, len(configs), shape.layers))
@@ -142,6 +130,35 @@ def node_capacity(
         batch=np.take_along_axis(batch, source, axis=1),
         layers=source + 1,
         layouts=tuple(candidates),
+    )
+
+
+def estimate_question(
+    shape: ModelShape,
+    variant: str,
+    phase: Phase,
+    lengths: Lengths,
+    configs: Sequence[NodeConfig],
+    *,
+    assumptions: CapacityAssumptions,
+    factors: Factors | None,
+) -> Question:
+    """What is asked of the estimates, with the shipped factors where none are given.
+
+    Raises DataGapError where estimates are not allowed: there are no measured profiles to use instead.
+    """
+    if not assumptions.allow_estimates:
+        raise DataGapError(
+            f"no measured profile of model {shape.name} on {', '.join(config.name for config in configs)}",
+            fix="allow estimates, or profile these configurations",
+        )
+    return Question(
+        shape=shape,
+        variant=variant,
+        phase=phase,
+        lengths=lengths,
+        assumptions=assumptions,
+        factors=load_factors() if factors is None else factors,
     )
 
 
