@@ -1,6 +1,6 @@
 """Fleet and supply in the words of the allocation problem, and its answer as a fleet plan. Pure.
 
-A market is part of a name: `g5.xlarge` is on demand, `g5.xlarge@spot` is spot, and so are a template's two forms.
+A market is part of a name (`domain.hardware.market_name`), of configurations and of templates.
 """
 
 from __future__ import annotations
@@ -8,26 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
 
 from coral_core.cloud.fleet_view import Instance, gather
 from coral_core.cloud.supply import PlanningArrays
 from coral_core.domain.allocation import InstanceCount, Running
 from coral_core.domain.fleet import InstanceSpec, Node, Offer, Wanted
-from coral_core.domain.hardware import Market
+from coral_core.domain.hardware import Market, market_name, split_market
 from coral_core.errors import unknown_name
-
-_SPOT: Final = f"@{Market.SPOT}"
-
-
-def market_name(name: str, market: Market) -> str:
-    """The name of a configuration or template in a market."""
-    return f"{name}{_SPOT}" if market is Market.SPOT else name
-
-
-def split_market(name: str) -> tuple[str, Market]:
-    """The name and the market that `market_name` has joined."""
-    return (name.removesuffix(_SPOT), Market.SPOT) if name.endswith(_SPOT) else (name, Market.ON_DEMAND)
 
 
 def running_of(nodes: Iterable[Node]) -> tuple[Running, ...]:

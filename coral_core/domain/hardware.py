@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from enum import StrEnum
+from typing import Final
 
 
 class Market(StrEnum):
@@ -13,6 +14,19 @@ class Market(StrEnum):
 
     ON_DEMAND = "on_demand"
     SPOT = "spot"
+
+
+_SPOT: Final = f"@{Market.SPOT}"
+
+
+def market_name(name: str, market: Market) -> str:
+    """The name of a configuration or template in a market: `g5.xlarge` is on demand, `g5.xlarge@spot` is spot."""
+    return f"{name}{_SPOT}" if market is Market.SPOT else name
+
+
+def split_market(name: str) -> tuple[str, Market]:
+    """The name and the market that `market_name` has joined."""
+    return (name.removesuffix(_SPOT), Market.SPOT) if name.endswith(_SPOT) else (name, Market.ON_DEMAND)
 
 
 class LinkKind(StrEnum):
