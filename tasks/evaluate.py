@@ -17,9 +17,11 @@ from coral_core import __version__
 from coral_core.allocation.policies import Policy
 from coral_core.config.resolve import ResolvedScenario
 from coral_core.domain.workload import Phase
+from coral_core.errors import CoralError
 from coral_core.report.intervals import CONFIDENCE_FRAC, interval
 from coral_core.report.published import PUBLISHED, SOURCE
 from coral_core.sim import Latencies, ModelMetrics
+from tasks.evaluation_facts import evaluation_facts, latency_rows
 from tasks.replay import (
     PolicyPlans,
     Replay,
@@ -52,7 +54,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """`document` is the summary, `tables` the figures behind it: epochs, costs, instances (by plan), service (by run)."""
+    """`document` is the summary, `tables` the figures behind it.
+
+    Tables: epochs, costs, instances (by plan), service (by run), latencies (distributions, of the first seed's run).
+    """
 
     document: Row
     tables: Mapping[str, list[Row]]
@@ -66,25 +71,38 @@ def evaluate(
     utilization: Mapping[Phase, float] | None = None,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
-    """Evaluate the policies on the scenario's requests of each seed."""
+    """Evaluate the policies on the scenario's requests of each seed.
+
+    A policy that fails is named, with its reason, in the document's `failed`, and is in no figure; where all fail, the
+    first failure is raised.
+    """
     resolved = source.resolved
     reason = why_not_simulated(resolved)
-    tables: dict[str, list[Row]] = {"epochs": [], "costs": [], "instances": [], "service": []}
+    tables: dict[str, list[Row]] = {"epochs": [], "costs": [], "instances": [], "service": [], "latencies": []}
     summaries: dict[str, Row] = {}
+    failures: dict[str, CoralError] = {}
     for name, policy in policies.items():
-        on_step(f"{name}: planning {resolved.scenario.epochs.count} epochs")
-        plans = plan_epochs(source, policy, utilization=utilization)
-        runs: list[Replay] = []
-        if not reason:
-            fleet = fleet_of(resolved, plans)
-            for seed in seeds:
-                on_step(f"{name}: simulating seed {seed}")
-                runs.append(replay(resolved, plans, seed=seed, fleet=fleet))
+        try:
+            on_step(f"{name}: planning {resolved.scenario.epochs.count} epochs")
+            plans = plan_epochs(source, policy, utilization=utilization)
+            runs: list[Replay] = []
+            if not reason:
+                fleet = fleet_of(resolved, plans)
+                for seed in seeds:
+                    on_step(f"{name}: simulating seed {seed}")
+                    runs.append(replay(resolved, plans, seed=seed, fleet=fleet))
+        except CoralError as error:
+            on_step(f"{name}: failed: {error}")
+            failures[name] = error
+            continue
         tables["epochs"] += _epoch_rows(plans)
         tables["costs"] += _cost_rows(resolved, plans)
         tables["instances"] += _instance_rows(resolved, plans)
         tables["service"] += [row for run in runs for row in _service_rows(run)]
+        tables["latencies"] += [row for run in runs[:1] for row in latency_rows(run)]
         summaries[name] = _summary(plans, runs, reason)
+    if not summaries and failures:
+        raise next(iter(failures.values()))
     utilizations = {**resolved.scenario.capacity.max_utilization_frac, **(utilization or {})}
     document = {
         "schema_version": SCHEMA_VERSION,
@@ -97,6 +115,7 @@ def evaluate(
         "kinds": KINDS,
         "confidence_frac": CONFIDENCE_FRAC,
         "policies": summaries,
+        "failed": {name: str(error) for name, error in failures.items()},
         "ratios": {
             subject: {name: _ratio(resolved, summaries, subject, name) for name in summaries if name != subject}
             for subject in SUBJECTS
@@ -104,6 +123,7 @@ def evaluate(
         },
         "published_source": SOURCE,
         "supply_nodes": source.supply_at(utilization or {}).sum(axis=(1, 2)).tolist(),
+        **evaluation_facts(source),
     }
     return Evaluation(document=document, tables=tables)
 

@@ -116,6 +116,7 @@ class TemplateSource:
 
     def __init__(self, resolved: ResolvedScenario, snapshots: Mapping[LibraryMethod, LibrarySnapshot]) -> None:
         self.resolved = resolved
+        self.snapshots = dict(snapshots)
         names = [config.name for config in resolved.configs]
         self.rows: dict[LibraryMethod, pa.Table] = {
             method: scenario_templates(with_method(resolved, method), snapshot)

@@ -26,27 +26,35 @@ from coral_core.sim.outcome import RequestStatus, SimOutcome
 from coral_core.sim.world import Floats
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
+CURVE_FRACS = (*(i / 40 for i in range(39)), 0.96, 0.97, 0.98, 0.99, 0.995, 1.0)
+"""Shares at which a distribution is kept: enough to draw it by, few enough to store for every model and policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latencies:
-    """Mean and percentiles in seconds over `requests` of them; NaN where there are none."""
+    """Mean and percentiles in seconds over `requests` of them; NaN where there are none.
+
+    `curve_s` are the values at CURVE_FRACS, lowest and highest included; empty where there are none.
+    """
 
     requests: int
     mean_s: float
     percentile_s: Mapping[float, float]
+    curve_s: tuple[float, ...]
 
     @classmethod
     def of(cls, values_s: Floats) -> Latencies:
         """Of all finite values."""
         finite = values_s[np.isfinite(values_s)]
         if not len(finite):
-            return cls(requests=0, mean_s=math.nan, percentile_s=dict.fromkeys(PERCENTILES, math.nan))
+            return cls(requests=0, mean_s=math.nan, percentile_s=dict.fromkeys(PERCENTILES, math.nan), curve_s=())
         percentiles = np.percentile(finite, PERCENTILES)
+        curve = np.quantile(finite, CURVE_FRACS)
         return cls(
             requests=len(finite),
             mean_s=float(finite.mean()),
             percentile_s=dict(zip(PERCENTILES, map(float, percentiles), strict=True)),
+            curve_s=tuple(map(float, curve)),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -11,7 +12,7 @@ from artifacts.evaluations import list_evaluations, read_evaluation, read_table,
 from artifacts.store import open_store
 from coral_core.cli.entry import run
 from coral_core.config.policies import scenario_policies
-from coral_core.errors import StoreError
+from coral_core.errors import NoSolutionError, StoreError
 from coral_core.report.evaluation_report import evaluation_markdown, evaluation_tables
 from tasks.evaluate import KINDS, evaluate
 from tests.fakes.evaluation_cases import micro, resolved, source_of
@@ -90,6 +91,54 @@ def test_what_cannot_be_simulated_has_costs_and_no_service(tmp_path, monkeypatch
     assert one["notes"] == ["not simulated: no timing"]
     assert found.document["ratios"]["coral"]["homo"]["goodput_ratio"] is None
     assert "not simulated: no timing" in evaluation_markdown(found.document)
+
+
+def test_a_policy_that_fails_midway_is_named_and_the_others_stand(tmp_path):
+    scenario = resolved(tmp_path)
+    policies = scenario_policies(scenario, ["coral", "homo"])
+    calls = []
+
+    def second_epoch_fails(problem):
+        calls.append(problem)
+        if len(calls) == 2:
+            raise NoSolutionError("gave up", where="epoch 1")
+        return policies["homo"].solve(problem)
+
+    broken = replace(policies["homo"], solve=second_epoch_fails)
+    found = evaluate(source_of(scenario), {**policies, "homo": broken}, [0])
+    assert found.document["failed"] == {"homo": "epoch 1: gave up"}
+    assert list(found.document["policies"]) == ["coral"]
+    assert found.document["ratios"] == {"coral": {}}
+    assert {row["policy"] for rows in found.tables.values() for row in rows} == {"coral"}
+    calls.clear()
+    with pytest.raises(NoSolutionError, match="gave up"):
+        evaluate(source_of(scenario), {"homo": broken}, [0])
+
+
+def test_distributions_are_those_of_the_runs(found):
+    for name, one in found.document["policies"].items():
+        rows = rows_of(found, "latencies", policy=name, model="phi-4", latency="ttft")
+        assert {row["seed"] for row in rows} == {0}
+        values = [row["value_s"] for row in rows]
+        assert values == sorted(values)
+        assert (rows[0]["frac"], rows[-1]["frac"]) == (0.0, 1.0)
+        [service] = rows_of(found, "service", policy=name, seed=0, epoch=None, model="phi-4")
+        median = next(row["value_s"] for row in rows if row["frac"] == 0.5)
+        assert median == pytest.approx(service["ttft_p50_s"])
+        assert {row["offered_requests"] for row in rows} == {service["offered_requests"]}
+        assert rows[0]["measured_requests"] <= service["offered_requests"]
+        assert one["digests"]
+
+
+def test_an_evaluation_names_what_it_was_made_from(found):
+    document = found.document
+    assert document["nodes"]["1xL4"]["gpu"] == "L4"
+    assert set(document["nodes"]["1xL4"]["price_usd_per_h"]) == {"us-east-2", "ap-northeast-2"}
+    assert document["slos"] == {"phi-4": {"ttft_s": 1.2, "tpot_s": 0.25}}
+    assert {one["name"] for one in document["libraries"].values()} == {"micro", "micro-lattice"}
+    hashes = [*document["input_hashes"].values(), *(one["sha256"] for one in document["libraries"].values())]
+    assert all(len(value) == 64 for value in hashes)
+    assert len(set(hashes)) == len(hashes)
 
 
 def test_every_table_says_what_kind_its_figures_are(found):
