@@ -9,11 +9,19 @@ from typing import get_args
 import numpy as np
 
 from coral_core.allocation.coverage import members_by_kind
-from coral_core.domain.allocation import AllocationProblem, DemandRow, Exclusion, Running, TemplateColumns
+from coral_core.domain.allocation import (
+    AllocationProblem,
+    DemandRow,
+    Exclusion,
+    Preference,
+    Running,
+    TemplateColumns,
+)
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
-from coral_core.solver.choose import Preference
+from coral_core.solver.choose import Preference as SolverPreference
 
+_SUM_NOISE = 1e-9
 MAX_COUNT = 10**9
 """Nodes, instances: above this a count is a typing error, and products would leave int64."""
 
@@ -32,12 +40,14 @@ def check_problem(problem: AllocationProblem) -> None:
     _check_demand(problem)
     _check_running(problem.running, problem.regions)
     _check_exclusions(problem)
+    _check_preferences(problem)
+    _check_guarantees(problem)
     _amount(problem.churn_k, "churn_k")
     options = problem.options
     if not 0 <= options.gap_frac < 1:
         raise InputError(f"{options.gap_frac} is not in [0, 1)", where="options.gap_frac")
-    if options.solver not in get_args(Preference):
-        known = ", ".join(get_args(Preference))
+    if options.solver not in get_args(SolverPreference):
+        known = ", ".join(get_args(SolverPreference))
         raise InputError(f"unknown solver {options.solver!r}", where="options.solver", fix=f"one of {known}")
     if options.budget_usd_per_h is not None:
         _amount(options.budget_usd_per_h, "options.budget_usd_per_h")
@@ -157,18 +167,63 @@ def _check_spot(problem: AllocationProblem) -> None:
 
 
 def _check_exclusions(problem: AllocationProblem) -> None:
-    models = {row.model for row in problem.demand} | set(problem.templates.models)
     for index, item in enumerate(problem.exclusions):
         where = f"exclusions[{index}]"
         if item == Exclusion():
             raise InputError("it excludes everything", where=where, fix="name a model, config or region")
-        for kind, name, known in (
-            ("model", item.model, models),
-            ("config", item.config, problem.configs),
-            ("region", item.region, problem.regions),
-        ):
-            if name is not None and name not in known:
-                raise InputError(f"unknown {kind} {name!r}", where=f"{where}.{kind}", fix=f"known: {sorted(known)}")
+        _check_names(problem, item, where)
+
+
+def _check_preferences(problem: AllocationProblem) -> None:
+    for index, item in enumerate(problem.preferences):
+        where = f"preferences[{index}]"
+        if not (math.isfinite(item.price_factor) and item.price_factor > 0):
+            raise InputError(f"{item.price_factor} is not a finite number > 0", where=f"{where}.price_factor")
+        if (item.model, item.config, item.region) == (None, None, None):
+            raise InputError("it prefers nothing to anything", where=where, fix="name a model, config or region")
+        _check_names(problem, item, where)
+    if problem.preferences:
+        raise InputError("not supported yet", where="preferences")
+
+
+def _check_names(problem: AllocationProblem, item: Exclusion | Preference, where: str) -> None:
+    models = {row.model for row in problem.demand} | set(problem.templates.models)
+    for kind, name, known in (
+        ("model", item.model, models),
+        ("config", item.config, problem.configs),
+        ("region", item.region, problem.regions),
+    ):
+        if name is not None and name not in known:
+            raise InputError(f"unknown {kind} {name!r}", where=f"{where}.{kind}", fix=f"known: {sorted(known)}")
+
+
+def _check_guarantees(problem: AllocationProblem) -> None:
+    asked: dict[str, dict[str, float]] = {}
+    for index, row in enumerate(problem.demand):
+        if row.spare_instances not in (0, 1):
+            raise InputError(f"{row.spare_instances} is neither 0 nor 1", where=f"demand[{index}].spare_instances")
+        where = f"demand[{index}].region_fracs"
+        _unique([region for region, _ in row.region_fracs], where)
+        together = asked.setdefault(row.model, {}) if problem.options.pd_same_region else {}
+        for region, frac in row.region_fracs:
+            if region not in problem.regions:
+                known = f"known: {list(problem.regions)}"
+                raise InputError(f"unknown region {region!r}", where=f"{where}.{region}", fix=known)
+            if not 0 <= frac <= 1:
+                raise InputError(f"{frac} is not in [0, 1]", where=f"{where}.{region}")
+            together[region] = max(frac, together.get(region, 0.0))
+        if math.fsum(frac for _, frac in row.region_fracs) > 1 + _SUM_NOISE:
+            raise InputError("the fractions add up to more than 1", where=where)
+        if math.fsum(together.values()) > 1 + _SUM_NOISE:
+            raise InputError(
+                f"with those of the other phase of {row.model!r} the fractions add up to more than 1",
+                where=where,
+                fix="state the same fractions for both phases: pd_same_region serves them together",
+            )
+        if row.region_fracs:
+            raise InputError("not supported yet", where=where)
+        if row.spare_instances:
+            raise InputError("not supported yet", where=f"demand[{index}].spare_instances")
 
 
 def _check_running(running: Sequence[Running], regions: Sequence[str]) -> None:

@@ -41,6 +41,8 @@ class DemandRow:
     for phase `aggregated`. `weight` multiplies the missing fraction in the shortfall objective. `min_instances` and
     `max_instances` bound the instances of templates that enter the row. `on_demand_frac` of the demand must be covered
     without spot nodes: what is served counts only as far as that holds for it too.
+    `spare_instances` (0 or 1): so many instances may fail, and what is left of the row still covers its demand.
+    `region_fracs`: of the demand, the fraction that must be served in a region, by region (sum at most 1, the rest anywhere).
     """
 
     model: str
@@ -51,6 +53,8 @@ class DemandRow:
     min_instances: int = 0
     max_instances: int | None = None
     on_demand_frac: float = 0.0
+    spare_instances: int = 0
+    region_fracs: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,19 @@ class Exclusion:
     model: str | None = None
     config: str | None = None
     region: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """Nodes of `config` in `region` under templates of `model` (None: all of them) count `price_factor` times their price.
+
+    Above 1 they are avoided, below 1 sought. Several that match multiply. What is paid, and the budget, stay in real USD.
+    """
+
+    model: str | None = None
+    config: str | None = None
+    region: str | None = None
+    price_factor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +120,7 @@ class AllocationProblem:
     demand: tuple[DemandRow, ...]
     running: tuple[Running, ...] = ()
     exclusions: tuple[Exclusion, ...] = ()
+    preferences: tuple[Preference, ...] = ()
     spot_configs: tuple[str, ...] = ()
     churn_k: float = 0.0
     options: AllocationOptions = field(default_factory=AllocationOptions)
@@ -126,20 +144,25 @@ class InstanceCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortfall:
-    """Demand of a row that no affordable or available capacity meets; `frac` of the row's demand."""
+    """Demand of a row that no affordable or available capacity meets; `frac` of the row's demand.
+
+    `spare_frac` is the part of `frac` that is served, and only lacks what `spare_instances` asks for.
+    """
 
     model: str
     phase: Phase
     tokens_per_s: float | None
     requests_per_s: float | None
     frac: float
+    spare_frac: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationResult:
     """An allocation, its cost, and how good it is proven to be.
 
-    objective = cost + churn; `gap_frac` = (objective - bound) / max(objective, 1e-9). `shortfall` has one entry per
+    objective = cost + churn + preference; `gap_frac` = (objective - bound) / max(objective, 1e-9). `preference_usd_per_h` is what
+    preferences add to the cost (below 0 where they seek what is used): nobody pays it. `shortfall` has one entry per
     demand row, in the problem's order. `floor_deficit` maps the index of a demand row to instances missing from its
     floor (only rows with a deficit). `statistics`: columns before and after each reduction, seconds, ...
     """
@@ -151,13 +174,14 @@ class AllocationResult:
     instances: tuple[InstanceCount, ...]
     shortfall: tuple[Shortfall, ...]
     method: str
+    preference_usd_per_h: float = 0.0
     floor_deficit: Mapping[int, int] = field(default_factory=dict)
     statistics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def objective_usd_per_h(self) -> float:
-        """Cost plus churn."""
-        return self.cost_usd_per_h + self.churn_usd_per_h
+        """Cost plus churn plus what preferences add."""
+        return self.cost_usd_per_h + self.churn_usd_per_h + self.preference_usd_per_h
 
     @property
     def gap_frac(self) -> float:
