@@ -68,6 +68,14 @@ servers: setup  ## Tests that start Ray, Prefect or S3 servers, or ask the packa
 nightly: setup  ## Everything but GPU tests, with many random examples: hours
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m "not gpu" --timeout=7200 $(PYTEST_FLAGS)
 
+.PHONY: infra-check
+infra-check: setup  ## Security policy of infra/terraform, in an environment of its own (.venv-infra)
+	@cmp -s requirements/infra.lock $(VENV)-infra/infra.lock || { \
+	  $(BIN)/python -m venv --clear $(VENV)-infra && \
+	  $(VENV)-infra/bin/python -m pip install $(PIP_QUIET) --disable-pip-version-check --require-hashes -r requirements/infra.lock && \
+	  cp requirements/infra.lock $(VENV)-infra/infra.lock; }
+	$(VENV)-infra/bin/checkov --config-file infra/terraform/.checkov.yaml
+
 .PHONY: cov
 cov: setup  ## Coverage of the quick tests as pages in htmlcov/
 	$(BIN)/pytest -q -n $(WORKERS) -m "$(UNIT)" --cov --cov-report=html $(PYTEST_FLAGS)
@@ -89,6 +97,8 @@ lock: setup  ## Write the lock files anew from pyproject.toml (UPGRADE=1 takes n
 	  $(addprefix --extra ,$(EXTRAS)) pyproject.toml requirements/build.in -o requirements/dev.lock
 	$(BIN)/uv pip compile -q --no-header --generate-hashes --python-version 3.11 $(if $(UPGRADE),--upgrade) \
 	  -c requirements/dev.lock pyproject.toml -o requirements/base.lock
+	$(BIN)/uv pip compile -q --no-header --generate-hashes --python-version 3.11 $(if $(UPGRADE),--upgrade) \
+	  requirements/infra.in -o requirements/infra.lock
 
 .PHONY: build
 build: setup  ## Build the wheel into dist/
