@@ -130,16 +130,46 @@ def plan_group(fleet: str, time: datetime) -> str:
     return f"{fleet_group(fleet)}/{time_text(time)}"
 
 
+def scenario_group(scenario: str) -> str:
+    """All evaluations of one scenario."""
+    return f"evaluations/{checked_name(scenario, 'scenario')}"
+
+
 def evaluation_group(scenario: str, time: datetime) -> str:
     """Tables, charts and report of one evaluation."""
-    return f"evaluations/{checked_name(scenario, 'scenario')}/{time_text(time)}"
+    return f"{scenario_group(scenario)}/{time_text(time)}"
 
 
 def lease_key(name: str, epoch: int) -> str:
     """One epoch of a lease; the newest sorts last."""
     if not 0 <= epoch < 10**VERSION_DIGITS:
         raise InputError(f"{epoch} is not an epoch", where=f"lease {name}")
-    return f"leases/{checked_name(name, 'lease')}/{epoch:0{VERSION_DIGITS}d}.json"
+    return f"{lease_group(name)}/{epoch:0{VERSION_DIGITS}d}.json"
+
+
+def lease_group(name: str) -> str:
+    """All epochs of a lease."""
+    return f"leases/{checked_name(name, 'lease')}"
+
+
+def fleet_facts_group(fleet: str) -> str:
+    """What is known of a fleet across its plans: whose it is, and where it has ever been."""
+    return f"fleets/{checked_name(fleet, 'fleet')}"
+
+
+def fleet_identity_key(fleet: str) -> str:
+    """Provider and account of a fleet."""
+    return f"{fleet_facts_group(fleet)}/identity.json"
+
+
+def fleet_regions_group(fleet: str) -> str:
+    """One mark for each region that the fleet may ever have had nodes in."""
+    return f"{fleet_facts_group(fleet)}/regions"
+
+
+def fleet_region_key(fleet: str, region: str) -> str:
+    """The mark of one region."""
+    return f"{fleet_regions_group(fleet)}/{checked_name(region, 'region')}.json"
 
 
 def index_key(group: str) -> str:

@@ -113,6 +113,12 @@ class Store:
             pages = obstore.list(self._objects, _checked(prefix) if prefix else None)
             return sorted(str(entry["path"]) for page in pages for entry in page)
 
+    def list_keys_after(self, prefix: str, key: str) -> list[str]:
+        """All keys below the group `prefix` that sort behind `key`, sorted; cheap however many lie before it."""
+        with self._reported(prefix):
+            pages = obstore.list(self._objects, _checked(prefix), offset=_checked(key))
+            return sorted(str(entry["path"]) for page in pages for entry in page)
+
     def list_groups(self, prefix: str) -> list[str]:
         """Names of the groups directly below the group `prefix`, sorted. For browsing."""
         with self._reported(prefix):
