@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from artifacts.canonical import canonical_json, parsed_object, sha256_hex
-from artifacts.keys import checked_name, evaluation_group, parse_time
+from artifacts.keys import checked_name, evaluation_group, parse_time, scenario_group
 from artifacts.store import Store
 from coral_core.errors import StoreError
 
@@ -47,7 +47,7 @@ def write_evaluation(
 
 def list_evaluations(store: Store, scenario: str) -> list[datetime]:
     """Times of the scenario's whole evaluations, oldest first."""
-    group = f"evaluations/{checked_name(scenario, 'scenario')}"
+    group = scenario_group(scenario)
     found = (key.removeprefix(f"{group}/").rpartition("/") for key in store.list_keys(group))
     return sorted(parse_time(folder) for folder, _, name in found if name == SUMMARY)
 

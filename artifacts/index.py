@@ -19,11 +19,12 @@ _ROOT: Final = """# Coral's store
 
 | group | what lies there |
 | --- | --- |
-| [profiles/](profiles/) | measured layer times |
+| [profiles/](profiles/index.md) | measured layer times |
 | [libraries/](libraries/index.md) | serving templates, in versioned snapshots |
 | [plans/](plans/index.md) | what was decided for each fleet, and why |
-| [evaluations/](evaluations/) | simulated comparisons |
-| leases/ | who may change a fleet at present |
+| [evaluations/](evaluations/index.md) | simulated comparisons |
+| [fleets/](fleets/index.md) | what was observed of each fleet, and done |
+| [leases/](leases/index.md) | who may change a fleet at present |
 
 Nothing here is changed after it was written, but the index pages. Do not edit or move single files.
 """

@@ -11,7 +11,8 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Final
@@ -24,6 +25,7 @@ from obstore.store import LocalStore, MemoryStore, ObjectStore, S3Store
 from coral_core.errors import InputError, StoreConflictError, StoreError
 
 if TYPE_CHECKING:  # obstore has these names for type checkers only
+    from obstore import ObjectMeta
     from obstore.store import ClientConfig, RetryConfig, S3Config
 
 SCHEMES: Final = "file:///absolute/folder, s3://bucket/prefix or memory://name"
@@ -32,6 +34,15 @@ SCHEMES: Final = "file:///absolute/folder, s3://bucket/prefix or memory://name"
 _S3_RETRIES: Final[RetryConfig] = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _CREDENTIALS_FIX: Final = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run where an instance profile gives them"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """An object as a listing gives it; `modified` is by the store's clock."""
+
+    key: str
+    size_bytes: int
+    modified: datetime
 
 
 class Store:
@@ -109,9 +120,13 @@ class Store:
 
     def list_keys(self, prefix: str) -> list[str]:
         """All keys below the group `prefix`, sorted. For browsing: correctness never rests on a listing."""
+        return [entry.key for entry in self.list_entries(prefix)]
+
+    def list_entries(self, prefix: str) -> list[Entry]:
+        """All objects below the group `prefix`, sorted by key."""
         with self._reported(prefix):
             pages = obstore.list(self._objects, _checked(prefix) if prefix else None)
-            return sorted(str(entry["path"]) for page in pages for entry in page)
+            return sorted((_entry(found) for page in pages for found in page), key=lambda entry: entry.key)
 
     def list_keys_after(self, prefix: str, key: str) -> list[str]:
         """All keys below the group `prefix` that sort behind `key`, sorted; cheap however many lie before it."""
@@ -121,9 +136,14 @@ class Store:
 
     def list_groups(self, prefix: str) -> list[str]:
         """Names of the groups directly below the group `prefix`, sorted. For browsing."""
+        return self.browse(prefix)[0]
+
+    def browse(self, prefix: str) -> tuple[list[str], list[Entry]]:
+        """Names of the groups directly below the group `prefix`, and the objects directly in it, both sorted."""
         with self._reported(prefix):
             found = obstore.list_with_delimiter(self._objects, _checked(prefix) if prefix else None)
-            return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
+            groups = sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
+            return groups, sorted(map(_entry, found["objects"]), key=lambda entry: entry.key)
 
     def delete(self, key: str) -> None:
         """Remove the object; it is no error where there is none."""
@@ -257,6 +277,10 @@ def _open_memory(url: str) -> Store:
     """The same name is the same store within a process; another process has its own."""
     with _MEMORY_LOCK:
         return Store(url, _MEMORY.setdefault(url, MemoryStore()))
+
+
+def _entry(found: ObjectMeta) -> Entry:
+    return Entry(key=str(found["path"]), size_bytes=int(found["size"]), modified=found["last_modified"])
 
 
 def _checked(key: str) -> str:

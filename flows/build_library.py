@@ -10,6 +10,7 @@ from dataclasses import replace
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from artifacts.browse import link_of
 from artifacts.keys import library_group, manifest_key
 from artifacts.library import Manifest
 from artifacts.prefect_ui import ProgressReporter, publish_link, publish_table
@@ -95,8 +96,8 @@ def commit_snapshot(build: Build, *, allow_partial: bool) -> Manifest:
     manifest = build.commit(allow_partial=allow_partial, clock=SystemClock())
     name = f"library {manifest.library} version {manifest.version}"
     publish_table(key, manifest_rows(manifest), description=f"Templates in {name}")
-    publish_link(f"manifest of {name}", build.store.url_of(manifest_key(manifest.library, manifest.version)))
-    publish_link(f"data files of library {manifest.library}", build.store.url_of(library_group(manifest.library)))
+    publish_link(f"manifest of {name}", link_of(build.store, manifest_key(manifest.library, manifest.version)))
+    publish_link(f"data files of library {manifest.library}", link_of(build.store, library_group(manifest.library)))
     return manifest
 
 

@@ -10,6 +10,8 @@ from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from artifacts.evaluations import REPORT, SUMMARY, write_evaluation
+from artifacts.group_pages import index_group
+from artifacts.keys import scenario_group
 from artifacts.library import LibrarySnapshot
 from artifacts.prefect_ui import publish_link, publish_markdown, publish_table
 from artifacts.store import Store, open_store
@@ -66,7 +68,7 @@ def compare(
 @task(name="record", cache_policy=NO_CACHE)
 def record(store: Store, found: Evaluation, now: datetime) -> dict[str, str]:
     """Write summary, tables and report; URLs by file name."""
-    return write_evaluation(
+    urls = write_evaluation(
         store,
         found.document["scenario"],
         now,
@@ -74,6 +76,8 @@ def record(store: Store, found: Evaluation, now: datetime) -> dict[str, str]:
         tables=found.tables,
         report_md=evaluation_markdown(found.document),
     )
+    index_group(store, scenario_group(found.document["scenario"]))
+    return urls
 
 
 def show(document: Mapping[str, Any], urls: Mapping[str, str]) -> None:

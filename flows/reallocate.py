@@ -8,6 +8,7 @@ from logging import INFO, WARNING
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from artifacts.browse import link_of
 from artifacts.index import index_plans
 from artifacts.library import open_library
 from artifacts.plans import DECISION, PLAN, REPORT, StoredPlan, list_plans, read_plan, write_plan
@@ -30,7 +31,7 @@ def reallocate(params: ReallocateParameters = ReallocateParameters()) -> str:  #
     fleet = params.fleet or settings.fleet
     time = plan_and_record(params, store, fleet)
     stored = read_plan(store, fleet, time)
-    show_plan(stored)
+    show_plan(store, stored)
     log_result(stored)
     return stored.record.urls[PLAN]
 
@@ -49,13 +50,13 @@ def plan_and_record(params: ReallocateParameters, store: Store, fleet: str) -> d
     return now
 
 
-def show_plan(stored: StoredPlan) -> None:
+def show_plan(store: Store, stored: StoredPlan) -> None:
     """The plan as a table, the report as a page, and links to the stored objects, in the run's artifacts."""
     key = artifact_key("plan", stored.record.fleet)
     publish_table(key, plan_rows(stored), description=f"Plan of fleet {stored.record.fleet}")
     publish_markdown(f"{key}-report", stored.report_md, description=f"Report on the plan of {stored.record.fleet}")
     for name in (PLAN, DECISION, REPORT):
-        publish_link(name, stored.record.urls[name])
+        publish_link(name, link_of(store, stored.record.keys[name]))
 
 
 def plan_rows(stored: StoredPlan) -> list[dict[str, object]]:

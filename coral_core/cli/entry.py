@@ -29,6 +29,7 @@ for group, text in {
     "plan": "The cheapest plan for a scenario, and why it is so.",
     "placement": "Solve placement problems of your own (JSON in, JSON out).",
     "allocation": "Solve allocation problems of your own (JSON in, JSON out).",
+    "artifacts": "List, show and fetch what lies in the object store.",
     "bench": "Measure what the work takes on this machine.",
     "evaluate": "Compare settings, policies and scenarios.",
     "flows": "Prefect: run the flows, serve the deployments.",

@@ -46,6 +46,8 @@ def evaluate(
     two libraries, built first where they are missing. Costs are predicted, service is simulated.
     """
     from artifacts.evaluations import REPORT, write_evaluation
+    from artifacts.group_pages import index_group
+    from artifacts.keys import scenario_group
     from coral_core.clock import SystemClock
     from coral_core.report.evaluation_report import evaluation_markdown
     from tasks.evaluate import evaluate as evaluated
@@ -61,14 +63,16 @@ def evaluate(
     )
     url = None
     if not dry_run:
+        opened = open_configured_store(store)
         urls = write_evaluation(
-            open_configured_store(store),
+            opened,
             found.document["scenario"],
             SystemClock().now(),
             document=found.document,
             tables=found.tables,
             report_md=evaluation_markdown(found.document),
         )
+        index_group(opened, scenario_group(found.document["scenario"]))
         url = urls[REPORT]
     if as_json:
         print_json({**found.document, "url": url})

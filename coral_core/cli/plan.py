@@ -45,6 +45,7 @@ def plan(
     as_json: AsJson = False,
 ) -> int:
     """Find the cheapest plan of a scenario, beside the baselines, and record it (nothing is rented)."""
+    from artifacts.index import index_plans
     from artifacts.plans import PLAN, list_plans, read_plan, write_plan
     from coral_core.clock import SystemClock
     from tasks.plan import make_plan, running_from_plan
@@ -64,6 +65,7 @@ def plan(
         record = write_plan(
             opened, fleet, now, plan=outcome.plan, decision=outcome.decision, report_md=outcome.report_md
         )
+        index_plans(opened, fleet)
         where = record.urls[PLAN]
     if as_json:
         print_json({**outcome.plan, "baselines": outcome.decision["baselines"], "url": where})
