@@ -53,7 +53,9 @@ class Fault:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Machine:
+class FakeMachine:
+    """A machine as it truly is; `order` is None for somebody else's."""
+
     node_id: str
     region: str
     zone: str
@@ -96,7 +98,7 @@ class FakeCloud:
     faults: deque[Fault] = field(default_factory=deque)
     before_call: Callable[[str], None] | None = None
     after_call: Callable[[str], None] | None = None
-    machines: dict[str, _Machine] = field(default_factory=dict)
+    machines: dict[str, FakeMachine] = field(default_factory=dict)
     groups: set[tuple[str, str, str]] = field(default_factory=set)
     calls: list[str] = field(default_factory=list)
     watch: Callable[[FakeCloud], None] | None = None
@@ -172,7 +174,7 @@ class FakeCloud:
 
     def plant(self, node_id: str, *, region: str, tags: Mapping[str, str], account: str = "", token: str = "") -> None:
         """Put somebody else's machine beside ours."""
-        self.machines[node_id] = _Machine(
+        self.machines[node_id] = FakeMachine(
             node_id=node_id,
             region=region,
             zone=self.zones[region][0],
@@ -195,7 +197,7 @@ class FakeCloud:
         """The cloud announces that it takes a spot machine back."""
         self.machines[node_id].interrupted = True
 
-    def held(self, *, also_ending: bool = True) -> list[_Machine]:
+    def held(self, *, also_ending: bool = True) -> list[FakeMachine]:
         """Machines that truly exist now, whatever the listing shows."""
         dead = {None, NodeState.GONE} | (set() if also_ending else {NodeState.ENDING})
         return [m for m in self.machines.values() if self._state(m) not in dead]
@@ -221,7 +223,7 @@ class FakeCloud:
         of_offer = sum((o.region, o.tags.config, o.market) == offer for o in held)
         if of_offer >= self.quota.get(offer, of_offer + 1):
             return Refused(refusal=Refusal.QUOTA, code="VcpuLimitExceeded", message=f"{of_offer} are allowed")
-        machine = _Machine(
+        machine = FakeMachine(
             node_id=f"i-{len(self.machines):06d}",
             region=order.region,
             zone=order.zone,
@@ -235,7 +237,7 @@ class FakeCloud:
         self.machines[machine.node_id] = machine
         return Started(node=self._node(fleet, machine, NodeState.PENDING))
 
-    def _state(self, machine: _Machine, lag_s: float = 0.0) -> NodeState | None:
+    def _state(self, machine: FakeMachine, lag_s: float = 0.0) -> NodeState | None:
         """The state `lag_s` ago; None before birth and when forgotten."""
         age_s = (self.clock.now() - machine.born_at).total_seconds() - lag_s
         over_s = -1.0 if machine.stopped_at is None else (self.clock.now() - machine.stopped_at).total_seconds() - lag_s
@@ -247,7 +249,7 @@ class FakeCloud:
             return NodeState.HALTED
         return NodeState.PENDING if age_s < self.boot_s else NodeState.RUNNING
 
-    def _node(self, fleet: FleetId, machine: _Machine, state: NodeState) -> Node:
+    def _node(self, fleet: FleetId, machine: FakeMachine, state: NodeState) -> Node:
         tags = read_tags(fleet, machine.tags, account=machine.account, token=machine.token)
         assert not isinstance(tags, str), tags
         return Node(
