@@ -135,6 +135,26 @@ def scenario_group(scenario: str) -> str:
     return f"evaluations/{checked_name(scenario, 'scenario')}"
 
 
+def demand_group(fleet: str, day: datetime | None = None) -> str:
+    """Measured demand of one fleet; of one UTC day of it."""
+    group = f"demand/{checked_name(fleet, 'fleet')}"
+    return group if day is None else f"{group}/{time_text(day)[:8]}"
+
+
+def demand_key(fleet: str, time: datetime, source: str) -> str:
+    """Samples of demand of which the last ends at `time`, by one writer."""
+    return f"{demand_group(fleet, time)}/{time_text(time)}-{checked_name(source, 'source')}.jsonl"
+
+
+def demand_time(key: str) -> datetime | None:
+    """When the last sample of an object of demand ends; None where the name is none of ours."""
+    name = key.rsplit("/", 1)[-1]
+    try:
+        return parse_time(name.partition("-")[0]) if name.endswith(".jsonl") else None
+    except InputError:
+        return None
+
+
 def evaluation_group(scenario: str, time: datetime) -> str:
     """Tables, charts and report of one evaluation."""
     return f"{scenario_group(scenario)}/{time_text(time)}"
