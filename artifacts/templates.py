@@ -123,7 +123,7 @@ def template_rows(templates: Sequence[ServingTemplate], *, proven: bool = True) 
 def template_columns(templates: pa.Table, configs: Sequence[str]) -> TemplateColumns:
     """What allocation needs of the templates, node counts in the order of `configs`.
 
-    Needs the columns template_id, model, phase, node_configs, node_counts and both throughputs. Raises InputError for a
+    Needs the columns template_id, model, variant, phase, node_configs, node_counts and both throughputs. Raises InputError for a
     template on a configuration that is not among `configs` and for a template that comes twice, StoreError for a
     template without throughput in the unit of its phase.
     """
@@ -151,7 +151,13 @@ def template_columns(templates: pa.Table, configs: Sequence[str]) -> TemplateCol
         phases=tuple(map({phase.value: phase for phase in Phase}.__getitem__, templates["phase"].to_pylist())),
         nodes=nodes,
         throughput=_throughput(templates),
+        variants=tuple(templates["variant"].to_pylist()) if _some_model_varies(templates) else None,
     )
+
+
+def _some_model_varies(templates: pa.Table) -> bool:
+    kinds = templates.select(["model", "variant"]).group_by(["model", "variant"]).aggregate([])
+    return bool(kinds.num_rows > pc.count_distinct(kinds["model"]).as_py())
 
 
 def phase_throughput(templates: pa.Table) -> pa.Array:

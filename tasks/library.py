@@ -111,12 +111,13 @@ def build_spec_from_scenario(
         models=tuple(
             ModelBuild(
                 shape=model.shape,
-                variant=model.variant,
+                variant=variant,
                 phases=model.phases,
                 slo=model.demand.slo,
                 lengths=model.demand.lengths,
             )
             for model in resolved.models
+            for variant in model.variants
         ),
         n_max=scenario.library.n_max,
         rho=scenario.library.rho,

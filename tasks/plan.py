@@ -17,13 +17,24 @@ from coral_core.allocation import explain_allocation, homo, homo_joint, solve_al
 from coral_core.allocation.baselines.cauchy import cauchy
 from coral_core.config.allocation_file import allocation_result_to_json
 from coral_core.config.resolve import ResolvedScenario, allocation_problem
-from coral_core.domain.allocation import AllocationOptions, AllocationProblem, AllocationResult, DemandRow, Running
+from coral_core.config.spot import with_spot_twins
+from coral_core.domain.allocation import (
+    AllocationOptions,
+    AllocationProblem,
+    AllocationResult,
+    DemandRow,
+    Exclusion,
+    Preference,
+    Running,
+)
+from coral_core.domain.hardware import split_market
 from coral_core.domain.templates import ServingTemplate
 from coral_core.domain.workload import Phase
 from coral_core.errors import DataGapError, InputError
 from coral_core.report.plan_report import plan_markdown
 from tasks.library import build_spec_from_scenario, capacity_inputs
 from tasks.plan_documents import (
+    PLAN_SCHEMA_VERSION,
     chosen_templates,
     explanation_document,
     input_record,
@@ -101,7 +112,7 @@ def scenario_templates(resolved: ResolvedScenario, snapshot: LibrarySnapshot) ->
 
 def selected_templates(chosen: Sequence[Mapping[str, Any]], snapshot: LibrarySnapshot) -> pa.Table:
     """The snapshot's rows that any of the selections names: model, variant, phases, SLO."""
-    rows = snapshot.read(models=[item["model"] for item in chosen])
+    rows = snapshot.read(models=list(dict.fromkeys(item["model"] for item in chosen)))
     wanted = pa.array(np.zeros(rows.num_rows, dtype=bool))
     for item in chosen:
         mask = pc.is_in(rows["phase"], value_set=pa.array(item["phases"]))
@@ -135,9 +146,12 @@ def stale_inputs(resolved: ResolvedScenario, snapshot: LibrarySnapshot) -> list[
 
 
 def templates_by_id(rows: pa.Table, ids: Sequence[str]) -> dict[str, ServingTemplate]:
-    """The templates with these ids."""
-    chosen = rows.filter(pc.is_in(rows["template_id"], value_set=pa.array(sorted(set(ids)), pa.string())))
-    return {row["template_id"]: row_to_template(row) for row in chosen.to_pylist()}
+    """The library's templates with these ids; an id may name the market, which the library does not know."""
+    of_library = {name: split_market(name)[0] for name in ids}
+    wanted = pa.array(sorted(set(of_library.values())), pa.string())
+    chosen = rows.filter(pc.is_in(rows["template_id"], value_set=wanted))
+    found = {row["template_id"]: row_to_template(row) for row in chosen.to_pylist()}
+    return {name: found[library_id] for name, library_id in of_library.items() if library_id in found}
 
 
 def running_from_plan(plan: Mapping[str, Any]) -> tuple[Running, ...]:
@@ -160,19 +174,35 @@ def recorded_problem(decision: Mapping[str, Any], snapshot: LibrarySnapshot) -> 
             where="decision.library",
             fix="use the store in which the plan was made",
         )
-    columns = template_columns(selected_templates(decision["templates"], snapshot), decision["configs"])
+    if decision["schema_version"] > PLAN_SCHEMA_VERSION:
+        raise InputError(
+            f"the plan is of schema {decision['schema_version']}, this version reads up to {PLAN_SCHEMA_VERSION}",
+            where="decision.schema_version",
+            fix="use the version of Coral that made it",
+        )
+    spot = decision.get("spot_configs", ())  # absent in plans of schema 1, as are the families below
+    own = [name for name in decision["configs"] if name not in spot]
+    columns = template_columns(selected_templates(decision["templates"], snapshot), own)
     prices = [[np.nan if price is None else price for price in row] for row in decision["price_usd_per_h"]]
     return AllocationProblem(
         regions=tuple(decision["regions"]),
         configs=tuple(decision["configs"]),
         available=np.array(decision["available"], dtype=np.int64),
         price_usd_per_h=np.array(prices, dtype=np.float64),
-        templates=columns,
-        demand=tuple(DemandRow(**{**row, "phase": Phase(row["phase"])}) for row in decision["demand"]),
+        templates=with_spot_twins(columns, own, [split_market(name)[0] for name in spot]) if spot else columns,
+        demand=tuple(_demand_row(row) for row in decision["demand"]),
         running=tuple(Running(**item) for item in decision["running"]),
+        exclusions=tuple(Exclusion(**item) for item in decision.get("exclusions", ())),
+        preferences=tuple(Preference(**item) for item in decision.get("preferences", ())),
+        spot_configs=tuple(spot),
         churn_k=decision["churn_k"],
         options=AllocationOptions(**decision["options"]),
     )
+
+
+def _demand_row(row: Mapping[str, Any]) -> DemandRow:
+    regions = tuple((region, frac) for region, frac in row.get("region_fracs", ()))
+    return DemandRow(**{**row, "phase": Phase(row["phase"]), "region_fracs": regions})
 
 
 def explain_template(decision: Mapping[str, Any], snapshot: LibrarySnapshot, template: str) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from typing import Any, Final
 
 import numpy as np
@@ -17,12 +18,14 @@ from coral_core.allocation.explain import AllocationExplanation, Limit
 from coral_core.config.allocation_file import allocation_result_to_json
 from coral_core.config.resolve import ResolvedModel, ResolvedScenario
 from coral_core.domain.allocation import AllocationProblem, AllocationResult, DemandRow, InstanceCount
+from coral_core.domain.hardware import Market, market_name, split_market
 from coral_core.domain.model_math import weight_bytes
 from coral_core.domain.templates import ServingTemplate
 from coral_core.domain.workload import Phase
 from coral_core.units import GB
 
-PLAN_SCHEMA_VERSION: Final = 1
+PLAN_SCHEMA_VERSION: Final = 2
+"""1 knew neither markets nor exclusions and preferences; plans of it are still read."""
 STALE_PRICES: Final = timedelta(days=180)
 
 
@@ -46,7 +49,7 @@ def plan_document(
         "created_at": now.isoformat(timespec="seconds"),
         "method": result.method,
         **{key: answer[key] for key in answer if key != "instances"},
-        "instances": [_instance(item, templates[item.template], problem) for item in result.instances],
+        "instances": [_instance(item, templates[item.template], problem, resolved) for item in result.instances],
         "demand": [_demand(row) for row in problem.demand],
         "coverage": [_coverage(row, problem, result) for row in problem.demand],
         "changes": _changes(problem, result),
@@ -68,15 +71,18 @@ def input_record(resolved: ResolvedScenario, snapshot: LibrarySnapshot, problem:
             "version": manifest.version,
             "manifest_sha256": manifest_sha256(snapshot),
         },
-        "templates": [_selection(model) for model in resolved.models],
+        "templates": selections(resolved),
         "regions": list(problem.regions),
         "configs": list(problem.configs),
         "price_usd_per_h": price,
-        "price_sources": sorted({p.source for p in resolved.catalog.prices.values()}),
-        "price_as_of": min(p.as_of for p in resolved.catalog.prices.values()).isoformat(),
+        "price_sources": sorted({p.source for p in resolved.catalog.prices.values()}.union(_spot_sources(resolved))),
+        "price_as_of": _oldest_price(resolved).isoformat(),
         "available": problem.available.tolist(),
         "demand": [{**asdict(row), "phase": row.phase.value} for row in problem.demand],
         "running": [asdict(running) for running in problem.running],
+        "exclusions": [asdict(item) for item in problem.exclusions],
+        "preferences": [asdict(item) for item in problem.preferences],
+        "spot_configs": list(problem.spot_configs),
         "churn_k": problem.churn_k,
         "options": asdict(problem.options),
         "input_hashes": {
@@ -114,16 +120,20 @@ def explanation_document(explanation: AllocationExplanation) -> dict[str, Any]:
     }
 
 
-def _instance(item: InstanceCount, template: ServingTemplate, problem: AllocationProblem) -> dict[str, Any]:
+def _instance(
+    item: InstanceCount, template: ServingTemplate, problem: AllocationProblem, resolved: ResolvedScenario
+) -> dict[str, Any]:
     nodes = template.placement.combination
+    market = split_market(item.template)[1]
     prices = problem.price_usd_per_h[problem.regions.index(item.region)]
-    each = sum(float(prices[problem.configs.index(name)]) * count for name, count in nodes.items())
+    each = sum(float(prices[problem.configs.index(market_name(name, market))]) * n for name, n in nodes.items())
     return {
         "template": item.template,
         "model": template.model,
         "variant": template.variant,
         "phase": template.phase.value,
         "region": item.region,
+        "market": market.value,
         "count": item.count,
         "nodes": nodes,
         "stages": [
@@ -138,9 +148,30 @@ def _instance(item: InstanceCount, template: ServingTemplate, problem: Allocatio
         "throughput_requests_per_s": template.throughput_requests_per_s,
         "price_usd_per_h": each,
         "cost_usd_per_h": each * item.count,
+        "interruptions_per_h": _interruptions_per_h(nodes, item.region, market, resolved),
         "source": template.source.value,
         "error_frac": template.error_frac,
     }
+
+
+def _interruptions_per_h(
+    nodes: Mapping[str, int], region: str, market: Market, resolved: ResolvedScenario
+) -> float | None:
+    """How often one instance is expected to lose a node to the spot market; None where that is not known."""
+    if market is Market.ON_DEMAND or resolved.spot is None:
+        return 0.0
+    rates = [resolved.spot.interruptions_per_h.get((region, name), math.nan) * n for name, n in nodes.items()]
+    total = math.fsum(rates)
+    return None if math.isnan(total) else total
+
+
+def _oldest_price(resolved: ResolvedScenario) -> date:
+    oldest = min(price.as_of for price in resolved.catalog.prices.values())
+    return oldest if resolved.spot is None else min(oldest, resolved.spot.as_of)
+
+
+def _spot_sources(resolved: ResolvedScenario) -> tuple[str, ...]:
+    return () if resolved.spot is None else resolved.spot.sources
 
 
 def _demand(row: DemandRow) -> dict[str, Any]:
@@ -149,6 +180,9 @@ def _demand(row: DemandRow) -> dict[str, Any]:
         "phase": row.phase.value,
         "tokens_per_s": row.tokens_per_s,
         "requests_per_s": row.requests_per_s,
+        "on_demand_frac": row.on_demand_frac,
+        "spare_instances": row.spare_instances,
+        "region_fracs": dict(row.region_fracs),
     }
 
 
@@ -211,9 +245,15 @@ def _notes(
     empty = [region for region, row in zip(problem.regions, sold, strict=True) if not any(row)]
     if empty:
         notes.append(f"none of the configurations is sold in {', '.join(empty)}")
-    oldest = min(price.as_of for price in resolved.catalog.prices.values())
+    oldest = _oldest_price(resolved)
     if now.date() - oldest > STALE_PRICES:
         notes.append(f"prices are as old as {oldest} ({(now.date() - oldest).days} days)")
+    on_spot = sum(item.count for item in result.instances if split_market(item.template)[1] is Market.SPOT)
+    if on_spot and resolved.spot is not None:
+        notes.append(
+            f"{on_spot} instances run on spot nodes, which may be taken back at any time; "
+            f"spot prices are as of {resolved.spot.as_of}"
+        )
     apart = [m.shape.name for m in resolved.models if Phase.AGGREGATED not in m.phases]
     if apart:
         notes.append(
@@ -242,7 +282,7 @@ def _phases_with_templates(problem: AllocationProblem, model: str) -> set[Phase]
 
 def _unservable(model: ResolvedModel, phase: Phase, resolved: ResolvedScenario) -> str:
     """Why no template serves a phase: the weights fit nowhere, or no placement meets the latency bound."""
-    weights = weight_bytes(model.shape, model.variant)
+    weights = min(weight_bytes(model.shape, variant) for variant in model.variants)
     library = resolved.scenario.library
     largest = library.n_max * max(config.memory_bytes for config in resolved.configs)
     head = f"{model.shape.name} {phase.value} cannot be served at all: "
@@ -263,11 +303,11 @@ def _unservable(model: ResolvedModel, phase: Phase, resolved: ResolvedScenario) 
     )
 
 
-def _selection(model: ResolvedModel) -> dict[str, Any]:
-    """Which of a library's templates are the model's."""
+def _selection(model: ResolvedModel, variant: str) -> dict[str, Any]:
+    """Which of a library's templates are the model's, in one variant."""
     return {
         "model": model.shape.name,
-        "variant": model.variant,
+        "variant": variant,
         "phases": [phase.value for phase in model.phases],
         "ttft_s": model.demand.slo.ttft_s,
         "tpot_s": model.demand.slo.tpot_s,
@@ -275,8 +315,8 @@ def _selection(model: ResolvedModel) -> dict[str, Any]:
 
 
 def selections(resolved: ResolvedScenario) -> list[dict[str, Any]]:
-    """Which of a library's templates are the scenario's, one entry per model."""
-    return [_selection(model) for model in resolved.models]
+    """Which of a library's templates are the scenario's, one entry per model and variant."""
+    return [_selection(model, variant) for model in resolved.models for variant in model.variants]
 
 
 def _limit(limit: Limit) -> dict[str, Any]:

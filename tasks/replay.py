@@ -25,9 +25,16 @@ from artifacts.store import Store
 from artifacts.templates import template_columns
 from coral_core.allocation.policies import Policy
 from coral_core.config.requests import request_traces
-from coral_core.config.resolve import ResolvedScenario, allocation_problem, available_nodes, on_demand_prices
+from coral_core.config.resolve import (
+    ResolvedScenario,
+    allocation_problem,
+    available_nodes,
+    node_prices,
+    problem_templates,
+)
 from coral_core.config.scenario import LibraryMethod, RandomWalk
 from coral_core.domain.allocation import AllocationResult, Running, TemplateColumns
+from coral_core.domain.hardware import split_market
 from coral_core.domain.templates import ServingTemplate
 from coral_core.domain.workload import Phase, Slo
 from coral_core.errors import DataGapError, InputError, NoSolutionError
@@ -181,6 +188,7 @@ def plan_epochs(
     columns = scaled_columns(source.columns[method], utilization or {}, resolved.scenario.capacity.max_utilization_frac)
     supply = source.supply_at(utilization) if utilization else source.supply
     running: tuple[Running, ...] = ()
+    known = set(problem_templates(resolved, columns).ids)
     epochs: list[EpochPlan] = []
     for available in supply:
         problem = allocation_problem(resolved, columns, running, available=available)
@@ -192,7 +200,7 @@ def plan_epochs(
         running = tuple(
             Running(template=item.template, region=item.region, count=item.count)
             for item in result.instances
-            if item.template in columns.ids
+            if item.template in known
         )
     chosen = sorted({item.template for epoch in epochs for item in epoch.result.instances})
     return PolicyPlans(
@@ -261,25 +269,26 @@ def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans) -> Fleet:
     if reason:
         raise InputError(f"plans of {plans.policy} are not simulated: {reason}", where=resolved.scenario.name)
     spec = build_spec_from_scenario(with_method(resolved, plans.method))
-    tables = {(table.model, table.phase): table for table in capacity_tables(spec)}
+    tables = {(table.model, table.variant, table.phase): table for table in capacity_tables(spec)}
     factors = load_factors()
     served = {
-        model.shape.name: Served(
+        (model.shape.name, variant): Served(
             shape=model.shape,
-            variant=model.variant,
+            variant=variant,
             lengths=model.demand.lengths,
             assumptions=spec.assumptions,
             factors=factors,
         )
         for model in resolved.models
+        for variant in model.variants
     }
     configs = {config.name: config for config in resolved.configs}
     usable: dict[str, SimInstance] = {}
     dropped: list[str] = []
     for name, template in plans.templates.items():
-        table = tables[template.model, template.phase]
+        table = tables[template.model, template.variant, template.phase]
         try:
-            usable[name] = sim_instance(name, template, table, served[template.model], configs)
+            usable[name] = sim_instance(name, template, table, served[template.model, template.variant], configs)
         except (NoSolutionError, DataGapError) as error:
             dropped.append(f"instances of {name} cannot serve: {error}")
     pd_same_region = plans.pd_same_region and resolved.scenario.allocation.pd_same_region
@@ -298,7 +307,8 @@ def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans) -> Fleet:
     )
     return Fleet(
         models=tuple(
-            sim_model(served[model.shape.name], max_wait_s=model.demand.slo.ttft_s) for model in resolved.models
+            sim_model(served[model.shape.name, model.variant], max_wait_s=model.demand.slo.ttft_s)
+            for model in resolved.models
         ),
         timeline=line,
         pd_same_region=pd_same_region,
@@ -320,17 +330,23 @@ def _without_decode(
 
 
 def template_nodes(resolved: ResolvedScenario, plans: PolicyPlans) -> dict[str, NDArray[np.int64]]:
-    """(C,) nodes by template, configurations in the scenario's order."""
-    names = [config.name for config in resolved.configs]
+    """(offers,) nodes by template, in the order of the scenario's offers."""
+    offers = [split_market(name) for name in resolved.offers]
     return {
-        name: np.array([template.placement.combination.get(config, 0) for config in names], dtype=np.int64)
+        name: np.array(
+            [
+                template.placement.combination.get(config, 0) if market is split_market(name)[1] else 0
+                for config, market in offers
+            ],
+            dtype=np.int64,
+        )
         for name, template in plans.templates.items()
     }
 
 
 def template_prices(resolved: ResolvedScenario, plans: PolicyPlans) -> dict[Key, float]:
     """USD/h of one instance by (template, region), of those planned."""
-    prices = np.nan_to_num(on_demand_prices(resolved))
+    prices = np.nan_to_num(node_prices(resolved))
     nodes = template_nodes(resolved, plans)
     keys = {key for epoch in plans.epochs for key in epoch.counts if key[0] in nodes}
     return {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from coral_core.allocation.policies import policy
 from coral_core.catalog import load_catalog, load_gpus, load_models
 from coral_core.config.availability import look_up, supply
+from coral_core.config.market_spec import ExclusionSpec, PreferenceSpec
 from coral_core.config.scenario import (
     Ample,
     InstanceLimits,
@@ -21,19 +23,24 @@ from coral_core.config.scenario import (
     Scenario,
     TraceSpec,
 )
+from coral_core.config.spot import SpotMarket, spot_market, with_spot_twins
 from coral_core.domain.allocation import (
     AllocationOptions,
     AllocationProblem,
     DemandRow,
+    Exclusion,
+    Preference,
     Running,
     TemplateColumns,
 )
-from coral_core.domain.hardware import Catalog, Market, NodeConfig, Price
+from coral_core.domain.hardware import Catalog, Market, NodeConfig, Price, market_name, split_market
 from coral_core.domain.models import ModelShape
 from coral_core.domain.workload import Demand, Lengths, Phase, Slo
-from coral_core.errors import DataGapError, InputError
+from coral_core.errors import DataGapError, InputError, unknown_name
 from coral_core.units import GBIT_PER_S
 from coral_core.workload import length_statistics, named_lengths, read_trace
+
+Chosen = TypeVar("Chosen", ExclusionSpec, PreferenceSpec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +48,15 @@ class ResolvedModel:
     """One model of a scenario, its names looked up."""
 
     shape: ModelShape
-    variant: str
+    variants: tuple[str, ...]
     phases: tuple[Phase, ...]
     demand: Demand
-    limits: Mapping[Phase, InstanceLimits]
+    spec: ModelSpec
+
+    @property
+    def variant(self) -> str:
+        """The variant that is named first; the others compete with it."""
+        return self.variants[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +67,12 @@ class ResolvedScenario:
     catalog: Catalog
     configs: tuple[NodeConfig, ...]
     models: tuple[ResolvedModel, ...]
+    spot: SpotMarket | None = None
+
+    @property
+    def offers(self) -> tuple[str, ...]:
+        """The configurations of the allocation problem: the scenario's, then those on the spot market."""
+        return (*(config.name for config in self.configs), *(() if self.spot is None else self.spot.names))
 
 
 def resolve_scenario(scenario: Scenario, *, user_models: Path | None = None) -> ResolvedScenario:
@@ -67,8 +85,22 @@ def resolve_scenario(scenario: Scenario, *, user_models: Path | None = None) -> 
     for i, region in enumerate(scenario.regions):
         look_up(dict.fromkeys(catalog.regions), region, "region", f"regions[{i}]", catalog.name)
     shapes = load_models(user_models)
-    models = tuple(_resolve_model(spec, shapes, f"models[{i}]") for i, spec in enumerate(scenario.models))
-    return ResolvedScenario(scenario=scenario, catalog=catalog, configs=configs, models=models)
+    models = tuple(
+        _resolve_model(spec, shapes, scenario.regions, f"models[{i}]") for i, spec in enumerate(scenario.models)
+    )
+    resolved = ResolvedScenario(scenario=scenario, catalog=catalog, configs=configs, models=models)
+    if scenario.spot is not None:
+        market = spot_market(
+            scenario.spot,
+            catalog=catalog.name,
+            regions=scenario.regions,
+            configs=names,
+            on_demand_usd_per_h=on_demand_prices(resolved),
+        )
+        resolved = replace(resolved, spot=market)
+    selected_offers(resolved, scenario.exclusions, "exclusions")
+    selected_offers(resolved, scenario.preferences, "preferences")
+    return resolved
 
 
 def allocation_problem(
@@ -78,13 +110,14 @@ def allocation_problem(
     *,
     available: NDArray[np.int64] | None = None,
 ) -> AllocationProblem:
-    """The allocation problem of a scenario over given templates (`templates.nodes` in the order of its configs).
+    """The allocation problem of a scenario over a library's templates (`templates.nodes` in the order of its configs).
 
-    `available` (R, C) replaces the scenario's own supply in its first epoch (`available_nodes`). A pair of region and
+    Where the scenario has a spot market, each template that can runs there too (`with_spot_twins`). `available`
+    (R, offers) replaces the scenario's own supply in its first epoch (`available_nodes`). A pair of region and
     configuration without a price is not sold there: price NaN, availability 0.
     """
     scenario = resolved.scenario
-    price = on_demand_prices(resolved)
+    price = node_prices(resolved)
     if np.isnan(price).all():
         raise DataGapError(
             f"none of the configurations is sold in {', '.join(scenario.regions)}",
@@ -95,15 +128,25 @@ def allocation_problem(
         available = available_nodes(resolved, templates)[0]
     return AllocationProblem(
         regions=scenario.regions,
-        configs=tuple(config.name for config in resolved.configs),
+        configs=resolved.offers,
         available=np.where(np.isnan(price), 0, available),
         price_usd_per_h=price,
-        templates=templates,
+        templates=problem_templates(resolved, templates),
         demand=tuple(row for model in resolved.models for row in demand_rows(model)),
         running=tuple(running),
+        exclusions=tuple(
+            Exclusion(model=item.model, config=config, region=item.region)
+            for item, config in selected_offers(resolved, scenario.exclusions, "exclusions")
+        ),
+        preferences=tuple(
+            Preference(model=item.model, config=config, region=item.region, price_factor=item.price_factor)
+            for item, config in selected_offers(resolved, scenario.preferences, "preferences")
+        ),
+        spot_configs=() if resolved.spot is None else resolved.spot.names,
         churn_k=scenario.allocation.churn_k,
         options=AllocationOptions(
             pd_same_region=scenario.allocation.pd_same_region,
+            budget_usd_per_h=scenario.allocation.budget_usd_per_h,
             gap_frac=scenario.allocation.gap_frac,
             time_limit_s=scenario.allocation.time_limit_s,
             solver=scenario.allocation.solver,
@@ -111,9 +154,42 @@ def allocation_problem(
     )
 
 
+def problem_templates(resolved: ResolvedScenario, templates: TemplateColumns) -> TemplateColumns:
+    """A library's templates as the scenario's problem has them: those on spot nodes beside them."""
+    if resolved.spot is None:
+        return templates
+    return with_spot_twins(templates, [config.name for config in resolved.configs], resolved.spot.configs)
+
+
+def selected_offers(resolved: ResolvedScenario, items: Sequence[Chosen], key: str) -> list[tuple[Chosen, str | None]]:
+    """Each exclusion or preference with the configurations of the problem that it means, one by one.
+
+    A plain name means both markets, `name@spot` its spot nodes only. Raises InputError for what the scenario lacks.
+    """
+    models = [model.shape.name for model in resolved.models]
+    found: list[tuple[Chosen, str | None]] = []
+    for i, item in enumerate(items):
+        for what, name, known in (
+            ("model", item.model, models),
+            ("configuration", item.config, resolved.offers),
+            ("region", item.region, resolved.scenario.regions),
+        ):
+            if name is not None and name not in known:
+                where = f"{key}[{i}].{'config' if what == 'configuration' else what}"
+                raise unknown_name(f"{what} in the scenario", name, known, where=where)
+        on_spot = None if item.config is None else market_name(item.config, Market.SPOT)
+        found.append((item, item.config))
+        if on_spot in resolved.offers:
+            found.append((item, on_spot))
+    return found
+
+
 def available_nodes(resolved: ResolvedScenario, templates: TemplateColumns) -> NDArray[np.int64]:
-    """The scenario's supply, (epochs, R, C). Where it is scaled to an ample plan, that plan is made from `templates`."""
-    return supply(
+    """The scenario's supply, (epochs, R, offers); that of spot nodes is the same in every epoch.
+
+    Where it is scaled to an ample plan, that plan is made from `templates`, a library's own.
+    """
+    on_demand = supply(
         resolved.scenario.availability,
         regions=resolved.scenario.regions,
         configs=resolved.configs,
@@ -121,10 +197,15 @@ def available_nodes(resolved: ResolvedScenario, templates: TemplateColumns) -> N
         epochs=resolved.scenario.epochs,
         ample_memory_bytes=lambda: ample_plan_memory_bytes(resolved, templates),
     )
+    if resolved.spot is None:
+        return on_demand
+    spot = np.broadcast_to(resolved.spot.nodes, (len(on_demand), *resolved.spot.nodes.shape))
+    return np.concatenate((on_demand, spot), axis=2)
 
 
 def ample_plan_memory_bytes(resolved: ResolvedScenario, templates: TemplateColumns) -> float:
-    """GPU memory of all nodes that policy `coral_paper` rents where there is no scarcity."""
+    """GPU memory of all nodes that policy `coral_paper` rents on demand where there is no scarcity."""
+    resolved = replace(resolved, spot=None)
     shape = (len(resolved.scenario.regions), len(resolved.configs))
     problem = allocation_problem(resolved, templates, available=np.full(shape, Ample().nodes, dtype=np.int64))
     instances = policy("coral_paper").solve(problem).instances
@@ -140,9 +221,10 @@ def demand_rows(model: ResolvedModel) -> list[DemandRow]:
     row of its own in requests/s.
     """
     disaggregated = Phase.PREFILL in model.phases
+    spec = model.spec
     rows: list[DemandRow] = []
     for phase in (Phase.PREFILL, Phase.DECODE) if disaggregated else (Phase.AGGREGATED,):
-        limits = model.limits.get(phase, InstanceLimits())
+        limits = spec.limits.get(phase, InstanceLimits())
         rows.append(
             DemandRow(
                 model=model.shape.name,
@@ -152,6 +234,9 @@ def demand_rows(model: ResolvedModel) -> list[DemandRow]:
                 weight=model.demand.weight,
                 min_instances=limits.min_instances,
                 max_instances=limits.max_instances,
+                on_demand_frac=spec.on_demand_frac,
+                spare_instances=spec.spare_instances,
+                region_fracs=tuple(spec.region_fracs.items()),
             )
         )
     return rows
@@ -162,6 +247,8 @@ def _with_own_configs(catalog: Catalog, own: Mapping[str, OwnConfig]) -> Catalog
     configs, prices = dict(catalog.configs), dict(catalog.prices)
     for name, spec in own.items():
         where = f"own_configs.{name}"
+        if split_market(name)[1] is not Market.ON_DEMAND:
+            raise InputError(f"{name!r} ends like the name of spot nodes", where=where, fix="use another name")
         if name in catalog.configs:
             raise InputError(f"catalogue {catalog.name} has a {name!r} already", where=where, fix="use another name")
         configs[name] = NodeConfig(
@@ -185,10 +272,16 @@ def _with_own_configs(catalog: Catalog, own: Mapping[str, OwnConfig]) -> Catalog
     return replace(catalog, configs=configs, prices=prices)
 
 
-def _resolve_model(spec: ModelSpec, shapes: Mapping[str, ModelShape], where: str) -> ResolvedModel:
+def _resolve_model(
+    spec: ModelSpec, shapes: Mapping[str, ModelShape], regions: Sequence[str], where: str
+) -> ResolvedModel:
     shape = look_up(shapes, spec.model, "model", f"{where}.model", "the catalogue and the added models")
-    variant = spec.variant or shape.default_variant
-    look_up(shape.variants, variant, "variant", f"{where}.variant", f"model {shape.name}")
+    variants = spec.variants or (spec.variant or shape.default_variant,)
+    for i, variant in enumerate(variants):
+        place = f"{where}.variants[{i}]" if spec.variants else f"{where}.variant"
+        look_up(shape.variants, variant, "variant", place, f"model {shape.name}")
+    for region in spec.region_fracs:
+        look_up(dict.fromkeys(regions), region, "region", f"{where}.region_fracs.{region}", "the scenario")
     lengths, rate = _lengths(spec, f"{where}.lengths")
     needed = lengths.mean_input_tokens + lengths.mean_output_tokens
     if needed > shape.max_context_tokens:
@@ -204,7 +297,7 @@ def _resolve_model(spec: ModelSpec, shapes: Mapping[str, ModelShape], where: str
         slo=Slo(ttft_s=spec.slo.ttft_s, tpot_s=spec.slo.tpot_s),
         weight=spec.weight,
     )
-    return ResolvedModel(shape=shape, variant=variant, phases=spec.phases, demand=demand, limits=spec.limits)
+    return ResolvedModel(shape=shape, variants=variants, phases=spec.phases, demand=demand, spec=spec)
 
 
 def _lengths(spec: ModelSpec, where: str) -> tuple[Lengths, float]:
@@ -233,3 +326,9 @@ def on_demand_prices(resolved: ResolvedScenario) -> NDArray[np.float64]:
         found = [offers.get((region, config.name, Market.ON_DEMAND)) for config in resolved.configs]
         rows.append([np.nan if price is None else price.price_usd_per_h for price in found])
     return np.array(rows, dtype=np.float64)
+
+
+def node_prices(resolved: ResolvedScenario) -> NDArray[np.float64]:
+    """(R, offers) prices on demand and then on the spot market, NaN where not sold."""
+    on_demand = on_demand_prices(resolved)
+    return on_demand if resolved.spot is None else np.hstack((on_demand, resolved.spot.price_usd_per_h))

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from datetime import date
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from coral_core.config.fields import Name, Nodes, NonNegative, Positive, Strict
+from coral_core.config.market_spec import ExclusionSpec, PreferenceSpec, SpotSpec
 from coral_core.config.yaml_lines import parse_yaml_model, read_yaml_model
 from coral_core.domain.workload import Phase
 from coral_core.errors import unknown_name
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)]
 PolicyName = Literal["coral", "coral_paper", "homo_joint", "homo", "cauchy", "helix"]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class SloSpec(_Strict):
+class SloSpec(Strict):
     """Latency bounds of one model, in seconds."""
 
     ttft_s: Positive = Field(le=3600, description="time to first token")
     tpot_s: Positive = Field(le=60, description="time per output token")
 
 
-class LengthsSpec(_Strict):
+class LengthsSpec(Strict):
     """Mean request lengths, where they are not one of the named length statistics."""
 
     mean_input_tokens: Positive = Field(le=10_000_000)
@@ -38,14 +34,14 @@ class LengthsSpec(_Strict):
     source: str = "given in the scenario"
 
 
-class TraceSpec(_Strict):
+class TraceSpec(Strict):
     """A trace file whose lengths (and rate, unless one is given) are used; relative to the scenario file."""
 
     trace: Path
     format: Literal["auto", "azure", "burstgpt", "mooncake"] = "auto"
 
 
-class InstanceLimits(_Strict):
+class InstanceLimits(Strict):
     """Bounds on the number of instances of one model in one phase."""
 
     min_instances: int = Field(strict=True, default=0, ge=0, le=100_000)
@@ -58,20 +54,53 @@ class InstanceLimits(_Strict):
         return self
 
 
-class ModelSpec(_Strict):
+class ModelSpec(Strict):
     """One model to serve and what is asked of it."""
 
     model: str
     variant: str | None = Field(default=None, description="dtype variant; default: the model's own")
+    variants: tuple[str, ...] | None = Field(
+        default=None, min_length=1, description="dtype variants that compete, instead of one"
+    )
     phases: tuple[Phase, ...] = Field(default=(Phase.PREFILL, Phase.DECODE), min_length=1)
     requests_per_s: NonNegative | None = Field(default=None, le=1e6, description="default: the trace's own rate")
     lengths: str | LengthsSpec | TraceSpec
     slo: SloSpec
     weight: Positive = Field(default=1.0, description="importance when not all demand can be met")
     limits: dict[Phase, InstanceLimits] = Field(default_factory=dict)
+    on_demand_frac: Annotated[float, Field(strict=True, ge=0, le=1)] = Field(
+        default=0.0, description="share of the demand that nodes other than spot must be able to serve"
+    )
+    spare_instances: int = Field(
+        strict=True,
+        default=0,
+        ge=0,
+        le=1,
+        description="instances that may fail in each phase with the demand still met",
+    )
+    region_fracs: dict[str, Annotated[float, Field(strict=True, ge=0, le=1)]] = Field(
+        default_factory=dict, description="share of the demand that must be served in a region; at most 1 in all"
+    )
+
+    @field_validator("variants")
+    @classmethod
+    def _variants_differ(cls, variants: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        twice = next((name for name in variants or () if (variants or ()).count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"variant {twice!r} is given twice")
+        return variants
+
+    @field_validator("region_fracs")
+    @classmethod
+    def _no_more_than_all(cls, fracs: dict[str, float]) -> dict[str, float]:
+        if math.fsum(fracs.values()) > 1 + 1e-9:
+            raise ValueError(f"the shares add up to {math.fsum(fracs.values()):g}, at most 1 can be served")
+        return fracs
 
     @model_validator(mode="after")
     def _complete(self) -> ModelSpec:
+        if self.variant is not None and self.variants is not None:
+            raise ValueError("give either variant or variants")
         if len(set(self.phases)) != len(self.phases):
             raise ValueError("a phase is given twice")
         if (Phase.PREFILL in self.phases) != (Phase.DECODE in self.phases):
@@ -88,7 +117,7 @@ LibraryMethod = Literal["lattice-free", "lattice", "ilp"]
 """Free shares of the SLO per stage; the published equal shares, exactly; the same by integer programs."""
 
 
-class LibrarySpec(_Strict):
+class LibrarySpec(Strict):
     """How the template library is enumerated and solved (DESIGN 3.5)."""
 
     name: Name | None = Field(default=None, description="default: the scenario's name")
@@ -99,14 +128,14 @@ class LibrarySpec(_Strict):
     keep_all: bool = Field(default=False, description="store dominated templates too; plans are the same without them")
 
 
-class LayerTimesNode(_Strict):
+class LayerTimesNode(Strict):
     """Which rows of a layer time table stand for a configuration, and the most layers a fixed pool gives it."""
 
     node: str = Field(min_length=1, description="the table's name for this node")
     max_layers: int = Field(strict=True, ge=1, le=10_000)
 
 
-class LayerTimesSpec(_Strict):
+class LayerTimesSpec(Strict):
     """Measured times of one layer by batch, instead of estimates; one model, prefill and decode."""
 
     table: Path = Field(description="CSV; relative to the folder that CORAL_REFERENCE_DATA names")
@@ -120,7 +149,7 @@ class LayerTimesSpec(_Strict):
     )
 
 
-class CapacitySpec(_Strict):
+class CapacitySpec(Strict):
     """Assumptions behind the stage capacities."""
 
     max_utilization_frac: dict[Phase, Annotated[float, Field(strict=True, gt=0, le=1)]] = Field(default_factory=dict)
@@ -128,7 +157,7 @@ class CapacitySpec(_Strict):
     layer_times: LayerTimesSpec | None = Field(default=None, description="default: the analytic estimates")
 
 
-class Ample(_Strict):
+class Ample(Strict):
     """As many nodes as the plan could want of every configuration sold in a region."""
 
     kind: Literal["ample"] = "ample"
@@ -137,14 +166,14 @@ class Ample(_Strict):
     )
 
 
-class Constant(_Strict):
+class Constant(Strict):
     """A fixed number of nodes per region and configuration; what is not named is 0."""
 
     kind: Literal["constant"]
-    nodes: dict[str, dict[str, Annotated[int, Field(strict=True, ge=0, le=1_000_000)]]]
+    nodes: dict[str, dict[str, Nodes]]
 
 
-class AvailabilityTrace(_Strict):
+class AvailabilityTrace(Strict):
     """Nodes over time from a CSV file `start_s,region,config,nodes`; relative to the scenario file.
 
     A row holds from its second on until the next of its region and configuration; before the first there are 0.
@@ -154,7 +183,7 @@ class AvailabilityTrace(_Strict):
     file: Path
 
 
-class RandomWalk(_Strict):
+class RandomWalk(Strict):
     """Nodes per region and configuration wander from epoch to epoch; seeded, so the same scenario has the same supply.
 
     The logarithm of each supply is a mean-reverting walk: x' = (1 - reversion_frac) x + step_log N(0, 1). Memory is shared
@@ -179,21 +208,21 @@ class RandomWalk(_Strict):
         return self
 
 
-class EpochsSpec(_Strict):
+class EpochsSpec(Strict):
     """How often an evaluation plans anew; a single plan is made for the first epoch."""
 
     count: int = Field(strict=True, default=1, ge=1, le=10_000)
     duration_s: Positive = Field(default=360.0, le=604_800)
 
 
-class WorkloadSpec(_Strict):
+class WorkloadSpec(Strict):
     """How an evaluation makes requests; lengths and rates are the models' own."""
 
     burstiness: NonNegative = Field(default=1.0, le=1000, description="CV of the gaps between arrivals; 1 is Poisson")
     cv_tokens: NonNegative = Field(default=1.0, le=1000, description="CV of lengths of which only means are given")
 
 
-class OwnConfig(_Strict):
+class OwnConfig(Strict):
     """A node configuration that the catalogue lacks."""
 
     gpu: str = Field(description="a GPU type of the catalogue")
@@ -204,12 +233,15 @@ class OwnConfig(_Strict):
     as_of: date
 
 
-class AllocationSpec(_Strict):
+class AllocationSpec(Strict):
     """The online program (DESIGN 3.6)."""
 
     startup_s: NonNegative = Field(default=300.0, le=86_400, description="node start-up until it serves")
     interval_s: Positive = Field(default=3600.0, le=604_800, description="time over which a start-up is paid off")
     pd_same_region: bool = Field(default=True, description="prefill and decode of a request in one region")
+    budget_usd_per_h: NonNegative | None = Field(
+        default=None, le=1e9, description="most that may be rented; what it does not pay for is a shortfall"
+    )
     gap_frac: NonNegative = Field(default=1e-3, le=1)
     time_limit_s: Positive = Field(default=120.0, le=86_400)
     solver: Literal["auto", "highs", "gurobi"] = "auto"
@@ -220,7 +252,7 @@ class AllocationSpec(_Strict):
         return self.startup_s / self.interval_s
 
 
-class Scenario(_Strict):
+class Scenario(Strict):
     """All that a plan is made from."""
 
     name: Name
@@ -233,6 +265,9 @@ class Scenario(_Strict):
     library: LibrarySpec = LibrarySpec()
     capacity: CapacitySpec = CapacitySpec()
     availability: Annotated[Ample | Constant | AvailabilityTrace | RandomWalk, Field(discriminator="kind")] = Ample()
+    spot: SpotSpec | None = Field(default=None, description="default: on demand only")
+    exclusions: tuple[ExclusionSpec, ...] = ()
+    preferences: tuple[PreferenceSpec, ...] = ()
     allocation: AllocationSpec = AllocationSpec()
     epochs: EpochsSpec = EpochsSpec()
     workload: WorkloadSpec = WorkloadSpec()
@@ -255,6 +290,13 @@ class Scenario(_Strict):
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
                 raise ValueError(f"{what} {twice!r} is given twice")
+        return self
+
+    @model_validator(mode="after")
+    def _measured_times_are_of_one_variant(self) -> Scenario:
+        several = next((spec.model for spec in self.models if len(spec.variants or ()) > 1), None)
+        if several is not None and self.capacity.layer_times is not None:
+            raise ValueError(f"measured layer times are of one variant, but {several} has several")
         return self
 
     @property

@@ -46,8 +46,10 @@ def instances_table(plan: Mapping[str, Any], *, separator: str = " | ") -> PlanT
     rows: list[tuple[object, ...]] = [
         (
             item["model"],
+            item.get("variant"),
             item["phase"],
             item["region"],
+            "spot" if item.get("market") == "spot" else "on demand",
             item["count"],
             stages_text(item["stages"], separator),
             figure(item["throughput_tokens_per_s"]) if in_tokens else _throughput(item),
@@ -57,12 +59,12 @@ def instances_table(plan: Mapping[str, Any], *, separator: str = " | ") -> PlanT
         )
         for item in items
     ]
-    total = ("total", "", "", sum(item["count"] for item in items), "", "", "", usd(plan["cost_usd_per_h"]), "")
+    total = ("total", "", "", "", "", sum(item["count"] for item in items), "", "", "", usd(plan["cost_usd_per_h"]), "")
     each = "tokens/s each" if in_tokens else "throughput each"
     return PlanTable(
         title="Instances",
         columns=(
-            *("model", "phase", "region", "count", "layers on nodes"),
+            *("model", "variant", "phase", "region", "market", "count", "layers on nodes"),
             *(each, "USD/h each", "USD/h all", "template"),
         ),
         rows=[*rows, total],
