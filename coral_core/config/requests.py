@@ -11,14 +11,14 @@ import numpy as np
 from coral_core.config.resolve import ResolvedModel, ResolvedScenario
 from coral_core.config.scenario import LengthsSpec, ModelSpec, TraceSpec, WorkloadSpec
 from coral_core.domain.workload import Trace
-from coral_core.workload import TokenMoments, named_workload, read_trace, scale_rate, synthesize
+from coral_core.workload import TokenMoments, TokenQuantiles, named_workload, read_trace, scale_rate, synthesize
 
 
 def request_traces(resolved: ResolvedScenario, *, seed: int) -> dict[str, Trace]:
     """Per model all requests that arrive within the scenario's epochs; the same seed, the same requests.
 
     Arrivals are a renewal process of the model's rate and the workload's burstiness that begins at 0; lengths have the
-    moments of the named statistics, or the means given and `cv_tokens`. A trace is replayed at the model's rate, from its
+    distribution of the named statistics, or the means given and `cv_tokens`. A trace is replayed at the model's rate, from its
     start again where it is shorter; the seed does not change it. Requests longer than the model's context are cut to it.
     Each model draws its own numbers, so adding a model leaves the others as they are.
     """
@@ -43,12 +43,14 @@ def _requests(spec: ModelSpec, model: ResolvedModel, workload: WorkloadSpec, hor
         )
     if isinstance(spec.lengths, TraceSpec):
         return _replayed(scale_rate(read_trace(spec.lengths.trace, spec.lengths.format), rate), rate, horizon_s)
+    prompt: TokenMoments | TokenQuantiles
+    response: TokenMoments | TokenQuantiles
     if isinstance(spec.lengths, LengthsSpec):
         means = (spec.lengths.mean_input_tokens, spec.lengths.mean_output_tokens)
         prompt, response = (_moments(mean, workload.cv_tokens) for mean in means)
     else:
         statistics = named_workload(spec.lengths)
-        prompt, response = statistics.input_tokens, statistics.output_tokens
+        prompt, response = statistics.drawn_input_tokens, statistics.drawn_output_tokens
     expected = rate * horizon_s
     # enough to reach the horizon but for one case in a billion; then the last seconds are quiet
     enough = math.ceil(expected + 6 * max(workload.burstiness, 1.0) * math.sqrt(expected)) + 10

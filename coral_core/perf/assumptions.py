@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 
-from coral_core.domain.workload import Phase
+from coral_core.domain.workload import Phase, Slo
 from coral_core.errors import InputError
 from coral_core.units import GIB, US
 
@@ -28,7 +28,9 @@ class CapacityAssumptions:
       token (vLLM sends hidden states and residual).
     * `max_batch_requests`, `max_prefill_tokens`: the engine's limits per step and replica; a single prompt longer
       than the latter still runs alone in the prefill phase.
-    * `max_utilization_frac`: factor on the result per phase, headroom for queueing; 1.0 until calibrated.
+    * `slo_frac`: share of the latency bounds that a step of mean lengths may take, per phase; the rest is for waiting and
+      for requests longer than the mean. `max_utilization_frac`: factor on the resulting throughput, so that queues stay
+      short. Both are 1.0 until calibrated; what counts as within the SLO is judged by the whole bounds.
     * `allow_estimates`: whether estimates may be used at all; without, and without profiles, there is a data gap.
     """
 
@@ -42,6 +44,7 @@ class CapacityAssumptions:
     hop_tensors: int = 2
     max_batch_requests: int = 1024
     max_prefill_tokens: int = 16384
+    slo_frac: Mapping[Phase, float] = field(default_factory=_full_load)
     max_utilization_frac: Mapping[Phase, float] = field(default_factory=_full_load)
     allow_estimates: bool = True
 
@@ -55,6 +58,19 @@ class CapacityAssumptions:
                 _check_frac(item.name, value)
             elif not math.isfinite(value) or value < 0 or (item.name.startswith(("max_", "hop_t")) and value < 1):
                 raise InputError(f"{value!r} is not a usable value", where=f"assumptions.{item.name}")
+
+    def planned_slo(self, phase: Phase, slo: Slo) -> Slo:
+        """The latency bounds that steps of mean lengths are planned against."""
+        frac = self.slo_frac[phase]
+        return Slo(ttft_s=frac * slo.ttft_s, tpot_s=frac * slo.tpot_s)
+
+    def facts(self, phase: Phase) -> dict[str, object]:
+        """What capacities of one phase depend on, for hashing."""
+        return {
+            **asdict(self),
+            "slo_frac": self.slo_frac[phase],
+            "max_utilization_frac": self.max_utilization_frac[phase],
+        }
 
 
 def _check_frac(name: str, value: float) -> None:

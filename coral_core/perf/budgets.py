@@ -1,6 +1,6 @@
 """Stage capacities T^_j(c, b) over a grid of stage budgets: what the free latency split needs (DESIGN 3.4).
 
-Data: as for `capacity`; budgets b = beta/grid of the phase's SLO, beta = 1..grid.
+Data: as for `capacity`; budgets b = beta/grid of the phase's planned SLO, beta = 1..grid.
 A stage that takes at most b leaves the SLO less b to the others, which bounds how long a request keeps its KV: the
 published split's residence, with S = grid/beta. For `aggregated` both bounds scale with beta.
 A pipeline of one stage has no hop and the whole SLO; it is in the published table (S = 1), not here.
@@ -58,6 +58,7 @@ def budget_table(
     if not 1 <= grid <= MAX_GRID:
         raise InputError(f"{grid} budgets instead of 1 to {MAX_GRID}", where="grid")
     question = estimate_question(shape, variant, phase, lengths, configs, assumptions=assumptions, factors=factors)
+    planned = assumptions.planned_slo(phase, slo)
     names: dict[str, int] = {}
     throughput = np.zeros((grid, len(configs), shape.layers))
     layout = np.full(throughput.shape, -1, dtype=np.int16)
@@ -65,7 +66,8 @@ def budget_table(
     for index, config in enumerate(configs):
         for first in range(0, grid, _AT_ONCE):
             part = np.arange(first, min(first + _AT_ONCE, grid))
-            node = node_capacity(question, config, grid_budgets(phase, slo, part + 1, grid), tabulated)
+            budgets = grid_budgets(phase, planned, part + 1, grid)
+            node = node_capacity(question, config, budgets, tabulated)
             throughput[part, index] = node.rate * assumptions.max_utilization_frac[phase]
             codes = np.array([names.setdefault(str(item), len(names)) for item in node.layouts], dtype=np.int16)
             layout[part, index] = np.where(node.rate > 0, codes[node.layout], -1)

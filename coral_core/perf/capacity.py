@@ -30,7 +30,7 @@ from coral_core.perf.search import Best, Budgets, Layout, Question, ReplicaSteps
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-FORMULA_VERSION = 1
+FORMULA_VERSION = 2
 """Raise when a formula of this package changes: capacities with other versions are not the same inputs."""
 
 _DEFAULTS = CapacityAssumptions()
@@ -48,7 +48,7 @@ def capacity_table(
     assumptions: CapacityAssumptions = _DEFAULTS,
     factors: Factors | None = None,
 ) -> CapacityTable:
-    """T^ of every configuration for S = 1..max_stages and j = 1..L, at the published split's budget SLO/S.
+    """T^ of every configuration for S = 1..max_stages and j = 1..L, at the published split's budget, a 1/S of the planned SLO.
 
     `throughput` is (S, C, L), non-increasing in j (a node that may hold more layers at a throughput may hold fewer;
     the layout is then that of the larger j). Prefill's budget is the TTFT, decode's the TPOT, aggregated has both.
@@ -58,7 +58,7 @@ def capacity_table(
     """
     check_inputs(shape, lengths, slo, configs, max_stages)
     question = estimate_question(shape, variant, phase, lengths, configs, assumptions=assumptions, factors=factors)
-    budgets = published_budgets(phase, slo, max_stages)
+    budgets = published_budgets(phase, assumptions.planned_slo(phase, slo), max_stages)
     names: dict[str, int] = {}
     throughput = np.zeros((max_stages, len(configs), shape.layers))
     layout = np.full(throughput.shape, -1, dtype=np.int16)
@@ -245,6 +245,6 @@ def _inputs_hash(question: Question, slo: Slo, configs: Sequence[NodeConfig], ma
         ],
         "efficiency": sorted([*key, asdict(row)] for key, row in question.factors.efficiency.items() if key[0] in gpus),
         "all_reduce": sorted([*key, asdict(row)] for key, row in question.factors.all_reduce.items() if key[0] in gpus),
-        "assumptions": asdict(question.assumptions),
+        "assumptions": question.assumptions.facts(question.phase),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

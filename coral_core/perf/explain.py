@@ -90,7 +90,7 @@ def explain_capacity(
         assumptions=assumptions,
         factors=load_factors() if factors is None else factors,
     )
-    budgets = published_budgets(phase, slo, stages).only(stages)
+    budgets = published_budgets(phase, assumptions.planned_slo(phase, slo), stages).only(stages)
     node = node_capacity(question, config, budgets)
     at = 0, layers - 1
     if node.rate[at] <= 0:

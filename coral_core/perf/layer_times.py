@@ -141,7 +141,7 @@ def capacity_table_from_times(
     missing = [config.name for config in configs if config.name not in nodes]
     if missing:
         raise DataGapError(f"no layer times are named for {', '.join(missing)}", where="capacity.layer_times.nodes")
-    budgets = published_budgets(phase, slo, max_stages)
+    budgets = published_budgets(phase, assumptions.planned_slo(phase, slo), max_stages)
     question = _Question(
         times=times, shape=shape, variant=variant, phase=phase, lengths=lengths, assumptions=assumptions
     )
@@ -189,6 +189,9 @@ def _node_rates(question: _Question, config: NodeConfig, node: str, budgets: Bud
     )
     context = lengths.mean_input_tokens if prefill else mean_context_tokens(lengths)
     kv_bytes = memory.kv_bytes_per_gpu_layer(shape, question.variant, 1, context)
+    request_tokens = lengths.mean_input_tokens if prefill else 1.0
+    batch = tokens / request_tokens
+    sent = (PREFILL_KV_BATCHES - 1) * batch if prefill else 0.0
     rates = np.zeros((len(budgets.stage_s), shape.layers))
     for s, hops in enumerate(budgets.hops):
         nic_bytes = network.nic_bytes_per_unit(
@@ -203,18 +206,10 @@ def _node_rates(question: _Question, config: NodeConfig, node: str, budgets: Bud
         limit = network.nic_limit(config, nic_bytes, assumptions)[:, None]
         latency_s = step_s + (hop_s if hops else 0.0)
         rate = np.minimum(tokens / step_s, limit)
-        if prefill:
-            live = np.broadcast_to(PREFILL_KV_BATCHES * tokens / lengths.mean_input_tokens, rate.shape)
-        else:
-            # Little's law, the other stages taking at most what they may
-            live = np.maximum(rate * (latency_s + budgets.rest_s[s]), tokens)
-        fits = live * kv_bytes * layers[:, None] <= left_bytes[:, None]
-        if not prefill:
-            # a node may idle between steps: it then holds fewer requests at the same batch
-            holds = np.maximum(left_bytes[:, None], 0.0) / (kv_bytes * layers[:, None])
-            rate = np.where(fits, rate, holds / (latency_s + budgets.rest_s[s]))
-            fits = holds >= tokens
-        rate = np.where(fits & (latency_s <= budgets.stage_s[s]), rate, 0.0)
+        # Little's law, the other stages taking at most what they may; where that is too much, the node idles between steps
+        holds = np.maximum(left_bytes[:, None], 0.0) / (kv_bytes * layers[:, None]) - sent
+        rate = np.minimum(rate, holds * request_tokens / (latency_s + budgets.rest_s[s]))
+        rate = np.where((holds >= batch) & (latency_s <= budgets.stage_s[s]), rate, 0.0)
         rates[s] = rate.max(axis=1, initial=0.0)
     return np.maximum.accumulate(rates[:, ::-1], axis=1)[:, ::-1]
 
@@ -293,6 +288,6 @@ def _inputs_hash(
         "slo": asdict(slo),
         "lengths": [question.lengths.mean_input_tokens, question.lengths.mean_output_tokens],
         "max_stages": max_stages,
-        "assumptions": asdict(question.assumptions),
+        "assumptions": question.assumptions.facts(question.phase),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -6,7 +6,8 @@ Variables: the layout, integer b in 1..b_max.
 Constraints, for j layers of which a GPU holds g = ceil(j/PP):
     latency    j t + PP o + (PP-1) h_inner + h <= beta; aggregated also ceil(in/C) times its compute part <= beta_ttft
     memory     g (weights + KV of live requests) + activations <= usable, per GPU; live requests per replica
-               = max(rate (latency + h + rho) / DP, b): Little's law, the other stages taking at most rho
+               = max(rate (latency + h + rho) / DP, b): Little's law, the other stages taking at most rho; prefill holds
+               another b, whose KV is being sent
 Objective: maximise rate = min( DP u / (g t + o), NIC limit(j), what the memory constraint leaves ): a node may idle
 between steps, so more of any resource never lowers the result.
 
@@ -36,7 +37,7 @@ DENSE = 48
 GRID_RATIO = 1.06
 REFINEMENTS = 25
 PREFILL_KV_BATCHES = 2
-"""Batches whose KV a prefill GPU holds: the one in computation and the one being sent."""
+"""Batches whose KV a prefill GPU holds at least: the one in computation and the one being sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +255,9 @@ class Evaluator:
     def kv_bytes(self, rate: Floats, residence_s: Floats, batch: Ints) -> Floats:
         """KV on one GPU per layer held, at a node's `rate`."""
         if self.question.phase is Phase.PREFILL:
-            return PREFILL_KV_BATCHES * batch.astype(np.float64) * self.kv_prompt
+            prompts_s = residence_s / self.layout.dp / self.question.lengths.mean_input_tokens
+            live: Floats = np.maximum(rate * prompts_s, batch) + (PREFILL_KV_BATCHES - 1) * batch
+            return live * self.kv_prompt
         decoding_s, prefilling_s = self.replica_load(residence_s, batch)
         decoding: Floats = np.maximum(rate * decoding_s, batch) * self.kv_decode
         return decoding + np.maximum(rate * prefilling_s, self.least_prefilling) * self.kv_prompt
@@ -272,7 +275,9 @@ class Evaluator:
     def memory_rate(self, spare: Floats, residence_s: Floats, batch: Ints) -> Floats:
         """The largest rate whose KV fits into `spare` bytes per layer held; 0 where not even the batch itself does."""
         if self.question.phase is Phase.PREFILL:
-            return np.where(self.kv_bytes(np.zeros(1), residence_s, batch) <= spare, np.inf, 0.0)
+            prompts_s = residence_s / self.layout.dp / self.question.lengths.mean_input_tokens
+            prompts = spare / self.kv_prompt - (PREFILL_KV_BATCHES - 1) * batch
+            return np.where(prompts >= batch, prompts / prompts_s, 0.0)
         decoding_s, prefilling_s = self.replica_load(residence_s, batch)
         decoding, prefilling = decoding_s * self.kv_decode, prefilling_s * self.kv_prompt
         floor_decoding, floor_prefilling = batch * self.kv_decode, self.least_prefilling * self.kv_prompt

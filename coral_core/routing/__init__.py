@@ -4,7 +4,7 @@ The functions work on small arrays that their caller owns and use nothing that a
 so the simulator's kernel compiles them and the gateway runs them as they are.
 """
 
-from coral_core.routing.admission import admits, expected_wait_s, max_wait_s, may_retry, retry_after_s
+from coral_core.routing.admission import admits, expected_wait_s, max_handover_s, max_wait_s, may_retry, retry_after_s
 from coral_core.routing.round_robin import Rotation, pick_weighted
 from coral_core.routing.scale_down import least_loaded
 
@@ -13,6 +13,7 @@ __all__ = [
     "admits",
     "expected_wait_s",
     "least_loaded",
+    "max_handover_s",
     "max_wait_s",
     "may_retry",
     "pick_weighted",

@@ -1,7 +1,8 @@
 """Admission: turn a request away at once where it would wait too long, and retry it elsewhere at most while unheard.
 
 A pool that serves mu requests/s and has n of them waiting makes the next one wait about n / mu. The bound on that wait
-comes from the SLO: TTFT less the time the prompt itself takes.
+comes from the SLO: TTFT less the time the prompt itself takes, and, where other instances decode, what a request of mean
+length has to spare for being taken over. Without the second, decode that is short of capacity makes every request late.
 """
 
 from __future__ import annotations
@@ -12,6 +13,14 @@ import math
 def max_wait_s(ttft_s: float, service_s: float) -> float:
     """How long a request may queue and still meet its TTFT when its prompt takes `service_s`; never negative."""
     return max(ttft_s - service_s, 0.0)
+
+
+def max_handover_s(tpot_s: float, planned_frac: float, mean_output_tokens: float) -> float:
+    """How long a request of mean length may wait to be taken over for decode and still meet its TPOT.
+
+    That is what `mean_output_tokens` at the planned share of the TPOT each leave of it, and one token's time at least.
+    """
+    return tpot_s * max((1.0 - planned_frac) * (mean_output_tokens - 1.0), 1.0)
 
 
 def expected_wait_s(waiting_requests: float, rate_requests_per_s: float) -> float:

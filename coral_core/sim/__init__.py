@@ -5,7 +5,7 @@
 """
 
 from coral_core.sim.disruptions import random_failures, spot_loss
-from coral_core.sim.fleet import sim_instance
+from coral_core.sim.fleet import prompt_times_s, sim_instance
 from coral_core.sim.inputs import (
     UNLIMITED,
     LifecycleEvent,
@@ -48,6 +48,7 @@ __all__ = [
     "load",
     "measure",
     "node_timing",
+    "prompt_times_s",
     "random_failures",
     "sim_instance",
     "sim_model",

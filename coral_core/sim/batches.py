@@ -111,11 +111,31 @@ def _admit_arrived(w: World, n: int) -> None:
     r = w.lists[arrived_list(w, n), 0]
     while r >= 0 and w.node[n, N_RUNNING] < w.inst[i, I_MAX_SEQS]:
         unlink(w, r)
+        stop_waiting(w, r)
         start_running(w, i, r)
         w.node[n, N_RUNNING] += 1
         set_decoding(w, r)
         append(w, decode_list(w, n), r)
         r = w.lists[arrived_list(w, n), 0]
+
+
+def send_for_kv(w: World, n: int) -> None:
+    """Give room to the requests at the head of the queue whose KV was computed elsewhere, and have it sent."""
+    i = w.node[n, N_INSTANCE]
+    r = w.lists[waiting_list(w, n), 0]
+    while r >= 0 and w.req[r, R_SOURCE_BLOCKS] > 0 and w.node[n, N_RUNNING] < w.inst[i, I_MAX_SEQS]:
+        blocks = blocks_for(w, w.req[r, R_MODEL], w.req[r, R_TARGET])
+        if not has_room(w, r, blocks):
+            break
+        _move(w, r, blocks)
+        r = w.lists[waiting_list(w, n), 0]
+
+
+def _move(w: World, r: int, blocks: int) -> None:
+    unlink(w, r)
+    take(w, r, blocks)
+    w.req[r, R_STATE] = MOVING
+    send_kv(w, r)
 
 
 def _admit(w: World, n: int, budget: int) -> None:
@@ -132,12 +152,11 @@ def _admit(w: World, n: int, budget: int) -> None:
         blocks = blocks_for(w, m, chunk)
         if not has_room(w, r, blocks_for(w, m, target) if w.fixed[Z_RESERVE_FULL] else blocks):
             break
-        unlink(w, r)
-        take(w, r, blocks)
         if moves:
-            w.req[r, R_STATE] = MOVING
-            send_kv(w, r)
+            _move(w, r, blocks)
         else:
+            unlink(w, r)
+            take(w, r, blocks)
             start_running(w, i, r)
             w.node[n, N_RUNNING] += 1
             w.req[r, R_STATE] = PREFILLING

@@ -64,6 +64,9 @@ def _check_model(model: SimModel) -> None:
     _check_positive(model.window_tokens, f"{where}.window_tokens", finite=False)
     _check_number(model.window_frac, f"{where}.window_frac", most=1.0)
     _check_number(model.max_wait_s, f"{where}.max_wait_s", finite=False)
+    _check_number(model.max_handover_s, f"{where}.max_handover_s", finite=False)
+    _check_number(model.prompt_s, f"{where}.prompt_s")
+    _check_number(model.prompt_token_s, f"{where}.prompt_token_s")
     if model.window_frac > 0 and math.isinf(model.window_tokens):
         raise InputError("some layers have a window, but no window_tokens is given", where=where)
 

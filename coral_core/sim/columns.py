@@ -17,10 +17,11 @@ from __future__ import annotations
     Z_BLOCK_TOKENS,
     Z_RESERVE_FULL,
     Z_MAX_RETRIES,
+    Z_STREAM_KV,
     Z_HEAP_MARGIN,
     Z_ITEM_MARGIN,
     Z_COLUMNS,
-) = range(12)
+) = range(13)
 
 # World.counter: what moves as the run goes on.
 (
@@ -48,7 +49,8 @@ H_KEY, H_A, H_B, H_COLUMNS = range(4)
 # Events in the order in which those of one instant are handled.
 E_ITERATION, E_DELIVER, E_MESSAGE, E_TRANSFER, E_READY, E_LIFE, E_EPOCH, E_ARRIVAL = range(8)
 
-# World.req: whole numbers of a request. R_VERSION outdates work in flight; R_LIST is the queue it stands in, or -1.
+# World.req: whole numbers of a request. R_VERSION outdates work in flight; R_LIST is the queue it stands in, or -1;
+# R_COUNTED is one more than the pool among whose waiting requests it is counted, or 0.
 (
     R_MODEL,
     R_INPUT,
@@ -146,7 +148,17 @@ P_FIRST, P_END, P_MODEL, P_WAITING, P_PENDING, P_COLUMNS = range(6)
 G_RATE, G_SINCE, G_COLUMNS = range(3)
 
 # World.model.
-M_WINDOW, M_WINDOW_FRAC, M_KV_BYTES, M_ACTIVATION_BYTES, M_MAX_WAIT, M_COLUMNS = range(6)
+(
+    M_WINDOW,
+    M_WINDOW_FRAC,
+    M_KV_BYTES,
+    M_ACTIVATION_BYTES,
+    M_MAX_WAIT,
+    M_PROMPT,
+    M_PROMPT_TOKEN,
+    M_MAX_HANDOVER,
+    M_COLUMNS,
+) = range(9)
 
 # World.coef: the terms of an iteration's time beside its tables (rows TABLE_TOKENS and TABLE_ROWS of World.table).
 K_FIXED, K_KEPT, K_PAIR, K_EXTRA_DEPTH, K_INNER, K_INNER_TOKEN, K_COLUMNS = range(7)

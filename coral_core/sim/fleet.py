@@ -74,14 +74,15 @@ def sim_instance(
 ) -> SimInstance:
     """An instance of a template, with the layouts of the capacity table that the template was made from.
 
-    In every stage a batch of mean lengths takes at most `budget_frac` of the stage's share of the SLO, hop included; a
+    In every stage a batch of mean lengths takes at most `budget_frac` of the stage's share of the planned SLO, hop included; a
     node of several data-parallel replicas becomes that many, behind one NIC. Prefill has as many batches under way as it
     takes to keep the slowest stage busy; where tokens are generated, their number and size give the most tokens/s of
     those whose round through all stages keeps `budget_frac` of the SLO.
     Raises InputError for a configuration without capacity there, NoSolutionError where no KV fits.
     """
     stages = template.placement.stages
-    slo_s = budget_frac * (template.slo.ttft_s if template.phase is Phase.PREFILL else template.slo.tpot_s)
+    planned = served.assumptions.planned_slo(template.phase, template.slo)
+    slo_s = budget_frac * (planned.ttft_s if template.phase is Phase.PREFILL else planned.tpot_s)
     engines = [
         [
             _engine(served, table, configs.get(node), stage, node=node, stages=len(stages), slo_s=slo_s)
@@ -114,6 +115,29 @@ def sim_instance(
         boot_s=boot_s,
         ready_at_start=ready_at_start,
     )
+
+
+def prompt_times_s(served: Served, instances: Sequence[SimInstance]) -> tuple[float, float]:
+    """What a prompt takes by itself on an instance that is its alone: seconds, and seconds per token.
+
+    The weighted mean of `instances`: all stages one after another for a prompt of mean length, and for what a prompt has
+    beyond it the slowest stage, since its chunks go through the stages side by side.
+    """
+    tokens = served.lengths.mean_input_tokens
+    total = sum(instance.weight for instance in instances)
+    fixed_s = token_s = 0.0
+    for instance in instances:
+        once = [_slowest_s(served, stage.nodes, tokens) for stage in instance.stages]
+        twice = [_slowest_s(served, stage.nodes, 2 * tokens) for stage in instance.stages]
+        slope_s = max(b - a for a, b in zip(once, twice, strict=True)) / tokens
+        token_s += instance.weight / total * slope_s
+        fixed_s += instance.weight / total * max(sum(once) - slope_s * tokens, 0.0)
+    return fixed_s, token_s
+
+
+def _slowest_s(served: Served, nodes: Sequence[SimNode], tokens: float) -> float:
+    pairs = tokens * served.pairs_per_prompt_token
+    return max(node.timing.depth * node.timing.iteration_s(tokens=tokens, rows=1.0, pairs=pairs) for node in nodes)
 
 
 def parsed_layout(text: str) -> Layout:

@@ -112,8 +112,10 @@ class SimModel:
     """What the simulator knows of a model.
 
     `kv_bytes_per_token` is per layer, `activation_bytes_per_token` what a token sends from stage to stage. A share
-    `window_frac` of the layers keeps the last `window_tokens` only. `max_wait_s`: requests that would wait longer for
-    their first computation are rejected on arrival (`coral_core.routing.admission`).
+    `window_frac` of the layers keeps the last `window_tokens` only. Requests are rejected on arrival
+    (`coral_core.routing.admission`) when they would wait for their first computation longer than `max_wait_s` less the
+    time of their own prompt, `prompt_s` and `prompt_token_s` per token, or when what waits to be taken over by decode
+    instances takes them longer than `max_handover_s`.
     """
 
     name: str
@@ -122,6 +124,9 @@ class SimModel:
     window_tokens: float = math.inf
     window_frac: float = 0.0
     max_wait_s: float = math.inf
+    prompt_s: float = 0.0
+    prompt_token_s: float = 0.0
+    max_handover_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +183,8 @@ class SimOptions:
 
     `epoch_starts_s` begins with 0 and cuts the aggregates. `reserve_full_prompt`: a request is admitted only when its
     whole prompt fits, not just the first chunk (vLLM's default). `max_retries` of a request whose instance is lost
-    before its first token. `pd_same_region`: KV does not cross regions. `compiled` chooses the kernel, which changes no
+    before its first token. `pd_same_region`: KV does not cross regions. `stream_kv`: a prompt's KV goes to its decode
+    instance layer by layer while later layers are computed, not in one piece when all are. `compiled` chooses the kernel, which changes no
     result; None compiles (half a minute once, then cached) only for runs that repay it.
     """
 
@@ -188,6 +194,7 @@ class SimOptions:
     reserve_full_prompt: bool = True
     max_retries: int = 1
     pd_same_region: bool = True
+    stream_kv: bool = False
     compiled: bool | None = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coral_core.routing.admission import admits, may_retry
+from coral_core.routing.admission import admits, max_wait_s, may_retry
 from coral_core.routing.round_robin import pick_weighted
 from coral_core.sim.blocks import blocks_for, detach, give_back_source, set_decoding, stage_count
 from coral_core.sim.columns import (
@@ -22,10 +22,14 @@ from coral_core.sim.columns import (
     G_RATE,
     I_FIRST_STAGE,
     I_NEXT_POOL,
+    M_MAX_HANDOVER,
     M_MAX_WAIT,
+    M_PROMPT,
+    M_PROMPT_TOKEN,
     N_BLOCKS,
     P_END,
     P_FIRST,
+    P_MODEL,
     P_WAITING,
     PREFILLING,
     Q_ARRIVAL,
@@ -79,13 +83,26 @@ def arrive(w: World, r: int) -> None:
     push_next_arrival(w)
     pool = w.req[r, R_MODEL]
     w.pool_stat[w.counter[C_EPOCH], pool, D_ARRIVED] += 1
-    if not admits(w.pool[pool, P_WAITING], w.poolf[pool, G_RATE], w.model[pool, M_MAX_WAIT]):
+    own_s = w.model[pool, M_PROMPT] + w.req[r, R_INPUT] * w.model[pool, M_PROMPT_TOKEN]
+    bound_s = max_wait_s(w.model[pool, M_MAX_WAIT], own_s)
+    if not (admits(w.pool[pool, P_WAITING], w.poolf[pool, G_RATE], bound_s) and _decodes_in_time(w, pool)):
         _end(w, r, REJECTED)
         return
     w.req[r, R_STATE] = QUEUED
-    start_waiting(w, r)
+    start_waiting(w, r, pool)
     append(w, pool, r)
     mark_pool(w, pool)
+
+
+def _decodes_in_time(w: World, m: int) -> bool:
+    """Whether the model's decode instances take over what waits for them soon enough for one more; true without any."""
+    waiting, rate_requests_per_s, pools = 0, 0.0, 0
+    for pool in range(w.pool.shape[0]):
+        if pool != m and w.pool[pool, P_MODEL] == m:
+            pools += 1
+            waiting += w.pool[pool, P_WAITING]
+            rate_requests_per_s += w.poolf[pool, G_RATE]
+    return pools == 0 or admits(waiting, rate_requests_per_s, w.model[m, M_MAX_HANDOVER])
 
 
 def dispatch(w: World, pool: int) -> None:
@@ -170,6 +187,7 @@ def _hand_over(w: World, r: int) -> None:
     detach(w, r)
     w.req[r, R_INSTANCE] = -1
     w.req[r, R_STATE] = QUEUED
+    start_waiting(w, r, w.inst[i, I_NEXT_POOL])
     append(w, w.inst[i, I_NEXT_POOL], r)
     mark_pool(w, w.inst[i, I_NEXT_POOL])
 
@@ -189,6 +207,7 @@ def lose(w: World, r: int) -> None:
     i = w.req[r, R_INSTANCE]
     blamed = i if i >= 0 else w.req[r, R_SOURCE]
     detach(w, r)
+    stop_waiting(w, r)
     _forget_source(w, r)
     if i >= 0:
         w.req[r, R_INSTANCE] = -1
@@ -197,7 +216,7 @@ def lose(w: World, r: int) -> None:
         w.req[r, R_RETRIES] += 1
         w.req[r, R_STATE] = QUEUED
         w.reqf[r, Q_SCHEDULED] = -1.0
-        start_waiting(w, r)
+        start_waiting(w, r, w.req[r, R_MODEL])
         prepend(w, w.req[r, R_MODEL], r)
         mark_pool(w, w.req[r, R_MODEL])
     else:

@@ -57,6 +57,7 @@ def pack(given: SimInput) -> Packed:
     fixed[c.Z_BLOCK_TOKENS] = options.block_tokens
     fixed[c.Z_RESERVE_FULL] = int(options.reserve_full_prompt)
     fixed[c.Z_MAX_RETRIES] = options.max_retries
+    fixed[c.Z_STREAM_KV] = int(options.stream_kv)
     # Between two looks at the arrays' room, a request gets at most one new work item or transfer, a node one iteration.
     fixed[c.Z_ITEM_MARGIN] = min(admitted, n) + 1
     fixed[c.Z_HEAP_MARGIN] = min(admitted, n) + len(nodes) + widest + 8
@@ -91,7 +92,10 @@ def pack(given: SimInput) -> Packed:
         route_node=_route([node.weight for *_, node in nodes], is_open=1.0),
         model=np.array(
             [
-                [m.window_tokens, m.window_frac, m.kv_bytes_per_token, m.activation_bytes_per_token, m.max_wait_s]
+                [
+                    *(m.window_tokens, m.window_frac, m.kv_bytes_per_token, m.activation_bytes_per_token),
+                    *(m.max_wait_s, m.prompt_s, m.prompt_token_s, m.max_handover_s),
+                ]
                 for m in given.models
             ]
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coral_core.sim.batches import form_entry_batch, form_inner_batch
+from coral_core.sim.batches import form_entry_batch, form_inner_batch, send_for_kv
 from coral_core.sim.columns import (
     A_BUSY,
     A_ITERATIONS,
@@ -55,6 +55,7 @@ from coral_core.sim.columns import (
     U_HEAD,
     U_TAIL,
     U_TOKENS,
+    Z_STREAM_KV,
 )
 from coral_core.sim.journey import emit
 from coral_core.sim.network import send_items
@@ -65,7 +66,11 @@ from coral_core.sim.world import Floats, World
 def start_iteration(w: World, n: int) -> None:
     """Start an idle node of a live instance on the next batch, if there is one."""
     i = w.node[n, N_INSTANCE]
-    if w.node[n, N_BUSY] == 1 or not (w.inst[i, I_STATE] == READY or w.inst[i, I_STATE] == DRAINING):
+    if not (w.inst[i, I_STATE] == READY or w.inst[i, I_STATE] == DRAINING):
+        return
+    if w.fixed[Z_STREAM_KV] and w.node[n, N_STAGE] == 0:
+        send_for_kv(w, n)
+    if w.node[n, N_BUSY] == 1:
         return
     if w.node[n, N_STAGE] == 0:
         form_entry_batch(w, n)

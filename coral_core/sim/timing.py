@@ -49,8 +49,15 @@ class Served:
         return attended_tokens_per_prompt_token(self.shape, self.lengths.mean_input_tokens)
 
 
-def sim_model(served: Served, *, max_wait_s: float = math.inf) -> SimModel:
-    """What the simulator must know of the model itself."""
+def sim_model(
+    served: Served,
+    *,
+    max_wait_s: float = math.inf,
+    prompt_s: float = 0.0,
+    prompt_token_s: float = 0.0,
+    max_handover_s: float = math.inf,
+) -> SimModel:
+    """What the simulator must know of the model itself, and when its requests are turned away."""
     window = served.shape.sliding_window
     return SimModel(
         name=served.shape.name,
@@ -59,6 +66,9 @@ def sim_model(served: Served, *, max_wait_s: float = math.inf) -> SimModel:
         window_tokens=math.inf if window is None else window.window_tokens,
         window_frac=0.0 if window is None else window.layers / served.shape.layers,
         max_wait_s=max_wait_s,
+        prompt_s=prompt_s,
+        prompt_token_s=prompt_token_s,
+        max_handover_s=max_handover_s,
     )
 
 

@@ -12,19 +12,23 @@ from importlib.resources import files
 from coral_core.domain.workload import Demand, Lengths, Phase, Slo, Trace
 from coral_core.errors import InputError, unknown_name
 from coral_core.workload.summary import length_statistics
-from coral_core.workload.synthesis import TokenMoments
+from coral_core.workload.synthesis import TokenMoments, TokenQuantiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedWorkload:
     """Statistics of a published trace, or a stated assumption (then `source` says so).
 
-    `requests_per_s` and `burstiness` are None where they are not known.
+    `requests_per_s` and `burstiness` are None where they are not known. `drawn_input_tokens` and `drawn_output_tokens`
+    are what requests are drawn from: the trace's quantiles where they are at hand, since a log-normal of the same moments
+    has far longer prompts than any in it; else the moments.
     """
 
     name: str
     input_tokens: TokenMoments
     output_tokens: TokenMoments
+    drawn_input_tokens: TokenMoments | TokenQuantiles
+    drawn_output_tokens: TokenMoments | TokenQuantiles
     requests_per_s: float | None
     burstiness: float | None
     source: str
@@ -84,16 +88,35 @@ def tokens_per_s_by_phase(demand: Demand) -> dict[Phase, float]:
 
 @cache
 def _workloads() -> dict[str, NamedWorkload]:
-    text = (files("coral_core.workload") / "data" / "lengths.csv").read_text(encoding="utf-8")
-    return {
-        row["name"]: NamedWorkload(
-            name=row["name"],
-            input_tokens=TokenMoments(mean_tokens=float(row["mean_input_tokens"]), cv=float(row["cv_input"])),
-            output_tokens=TokenMoments(mean_tokens=float(row["mean_output_tokens"]), cv=float(row["cv_output"])),
+    quantiles = _quantiles()
+    found = {}
+    for row in _rows("lengths.csv"):
+        name = row["name"]
+        prompts, answers = (
+            TokenMoments(mean_tokens=float(row[f"mean_{what}_tokens"]), cv=float(row[f"cv_{what}"]))
+            for what in ("input", "output")
+        )
+        found[name] = NamedWorkload(
+            name=name,
+            input_tokens=prompts,
+            output_tokens=answers,
+            drawn_input_tokens=quantiles.get((name, "input"), prompts),
+            drawn_output_tokens=quantiles.get((name, "output"), answers),
             requests_per_s=float(row["requests_per_s"]) if row["requests_per_s"] else None,
             burstiness=float(row["burstiness"]) if row["burstiness"] else None,
             source=row["source"],
             as_of=date.fromisoformat(row["as_of"]),
         )
-        for row in csv.DictReader(text.splitlines())
-    }
+    return found
+
+
+def _quantiles() -> dict[tuple[str, str], TokenQuantiles]:
+    """By name and `input` or `output`."""
+    points: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in _rows("length_quantiles.csv"):
+        points.setdefault((row["name"], row["what"]), []).append((float(row["frac"]), float(row["tokens"])))
+    return {key: TokenQuantiles(points=tuple(found)) for key, found in points.items()}
+
+
+def _rows(file: str) -> csv.DictReader[str]:
+    return csv.DictReader((files("coral_core.workload") / "data" / file).read_text(encoding="utf-8").splitlines())

@@ -122,7 +122,7 @@ class Oracle:
         if not self.fits(held, tp, dp, batch, m, decode + prompts, 0.0, 0.0):
             return 0.0
         residence = latency + hop + total * (stages - 1) / stages
-        if self.phase is Phase.PREFILL or self.fits(held, tp, dp, batch, m, decode + prompts, rate, residence):
+        if self.fits(held, tp, dp, batch, m, decode + prompts, rate, residence):
             return rate
         low, high = 0.0, rate  # the node idles between steps until its memory suffices
         for _ in range(60):
@@ -142,7 +142,7 @@ class Oracle:
         decoding_kv = self.kept(tokens_in + tokens_out / 2) * kv_token
         prompt_kv = self.kept(tokens_in) * kv_token
         if self.phase is Phase.PREFILL:
-            kv = 2 * batch * prompt_kv
+            kv = (max(rate * residence / dp / tokens_in, batch) + batch) * prompt_kv
         elif self.phase is Phase.DECODE:
             kv = max(rate * residence / dp, batch) * decoding_kv
         else:

@@ -31,6 +31,7 @@ class Case:
     phase: Phase
     slo: Slo
     lengths: Lengths
+    assumptions: CapacityAssumptions = GIVEN
 
     def table(self, **changes: object) -> CapacityTable:
         case = replace(self, **changes)  # type: ignore[arg-type]  # the names are checked at run time
@@ -42,7 +43,7 @@ class Case:
             lengths=case.lengths,
             configs=[case.config],
             max_stages=3,
-            assumptions=GIVEN,
+            assumptions=case.assumptions,
             factors=FACTORS,
         )
 
@@ -93,9 +94,26 @@ def test_capacity_never_grows_with_layers_and_every_positive_one_has_a_layout(ca
 @given(CASES, st.floats(1, 10))
 def test_a_laxer_slo_never_costs_capacity(case: Case, factor: float) -> None:
     laxer = case.table(slo=Slo(ttft_s=case.slo.ttft_s * factor, tpot_s=case.slo.tpot_s * factor))
-    # With several decode stages a laxer SLO also lets the other stages take longer, and requests hold KV for longer.
-    stages = slice(None) if case.phase is Phase.PREFILL else slice(0, 1)
-    assert np.all(laxer.throughput[stages] >= case.table().throughput[stages] * (1 - 1e-9))
+    # With several stages a laxer SLO also lets the other stages take longer, and requests hold KV for longer.
+    assert np.all(laxer.throughput[0] >= case.table().throughput[0] * (1 - 1e-9))
+
+
+@EXAMPLES
+@given(CASES, st.floats(0.05, 1), st.floats(0.05, 1))
+def test_more_headroom_never_gives_more_capacity_where_memory_does_not_bind(
+    case: Case, slo_frac: float, utilization: float
+) -> None:
+    roomy = replace(case, config=replace(case.config, gpu=replace(case.config.gpu, memory_bytes=10**15)))
+    held_back = replace(
+        GIVEN,
+        slo_frac=dict.fromkeys(Phase, slo_frac),
+        max_utilization_frac=dict.fromkeys(Phase, utilization),
+    )
+    table = roomy.table(assumptions=held_back)
+    assert np.all(table.throughput <= utilization * roomy.table().throughput * (1 + 1e-9))
+    assert table.slo == case.slo
+    by_hand = roomy.table(slo=Slo(ttft_s=slo_frac * case.slo.ttft_s, tpot_s=slo_frac * case.slo.tpot_s))
+    np.testing.assert_allclose(table.throughput, utilization * by_hand.throughput, rtol=1e-12)
 
 
 @EXAMPLES

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from coral_core.errors import InputError, ServingError
-from coral_core.routing.admission import admits, expected_wait_s, max_wait_s, may_retry, retry_after_s
+from coral_core.routing.admission import admits, expected_wait_s, max_handover_s, max_wait_s, may_retry, retry_after_s
 from coral_core.routing.round_robin import Rotation, pick_weighted
 from coral_core.routing.scale_down import least_loaded
 
@@ -92,3 +92,9 @@ def test_the_least_loaded_per_weight_is_drained():
     assert least_loaded(outstanding, weight, np.array([0, 1, 1, 0])) == 2
     assert least_loaded(outstanding, weight, np.array([1, 1, 1, 1])) == 3
     assert least_loaded(outstanding, weight, np.zeros(4, dtype=np.int64)) == -1
+
+
+def test_handover_may_take_what_a_mean_answer_has_to_spare():
+    assert max_handover_s(0.1, 0.8, 51.0) == pytest.approx(1.0)
+    assert max_handover_s(0.1, 1.0, 51.0) == pytest.approx(0.1)
+    assert max_handover_s(0.1, 0.5, 1.0) == pytest.approx(0.1)

@@ -114,6 +114,58 @@ def test_kv_moves_from_prefill_to_decode_over_the_shared_nic():
     assert outcome.fleet.emitted_tokens[0].tolist() == [2.0, 4.0]
 
 
+@pytest.mark.parametrize(
+    ("rate", "kv_s"),
+    [
+        (1000.0, 3.0),  # 2 s of KV fit beside 2 s of computation; the last layer, 1 s, is sent when it is there
+        (4000.0, 2.25),
+        (500.0, 4.0),  # 4 s of KV, begun with the computation
+    ],
+)
+def test_streamed_kv_leaves_while_later_layers_are_computed(rate, kv_s):
+    prefill = instance("p", stage(node(fixed_s=1.0, token_s=0.01, nic=rate), layers=2), phase=Phase.PREFILL)
+    outcome = simulate(
+        simulation([prefill, disaggregated()[1]], requests((0.0, 100, 3)), model=KV_MODEL, stream_kv=True)
+    )
+    assert outcome.requests.decode_s.tolist() == pytest.approx([kv_s])
+    assert first_and_finish(outcome) == [(2.0, kv_s + 2.02)]
+
+
+def test_streamed_kv_and_activations_share_the_nic():
+    model = SimModel(name="m", kv_bytes_per_token=40.0, activation_bytes_per_token=10.0)
+    stages = [stage(node(fixed_s=1.0, nic=1000.0)), stage(node(fixed_s=1.0, nic=1000.0))]
+    prefill = instance("p", *stages, phase=Phase.PREFILL)
+    decode = instance("d", stage(node(fixed_s=1.0), layers=2), phase=Phase.DECODE)
+    outcome = simulate(simulation([prefill, decode], requests((0.0, 100, 2)), model=model, stream_kv=True))
+    # Each node sends 4 s of KV and has 1 s of activations to send or receive, from 0 on; the prompt is done at 3; the
+    # last layer takes 4 s.
+    assert outcome.requests.first_token_s.tolist() == pytest.approx([3.0])
+    assert outcome.requests.decode_s.tolist() == pytest.approx([7.0])
+
+
+def test_kv_that_finds_no_room_is_sent_once_there_is():
+    """The decode node has room for one request: the other's KV stays where it is until the first is done."""
+    pair = disaggregated()
+    pair[1] = instance("d", stage(node(fixed_s=1.0, kv_blocks=8), layers=2), phase=Phase.DECODE)
+    asked = requests((0.0, 100, 3), (0.0, 100, 3))
+    outcome = simulate(simulation(pair, asked, model=KV_MODEL, stream_kv=True))
+    # Prompts are done at 3, the first's KV is there a layer later, at 4, and it decodes until 6. The second's 2 s of KV
+    # follow whole.
+    assert outcome.requests.decode_s.tolist() == pytest.approx([4.0, 8.0])
+
+
+def test_streaming_takes_room_while_the_decode_node_computes():
+    """Without streaming the KV is sent for when the node next forms a batch."""
+    prefill = instance("p", stage(node(fixed_s=1.0)), phase=Phase.PREFILL, max_running_requests=1)
+    decode = instance("d", stage(node(fixed_s=2.0)), phase=Phase.DECODE)
+    given = requests((0.0, 1, 2), (1.5, 1, 2))
+    found = {
+        stream: simulate(simulation([prefill, decode], given, stream_kv=stream)).requests.decode_s[1]
+        for stream in (True, False)
+    }
+    assert found == {True: pytest.approx(2.5), False: pytest.approx(3.0)}
+
+
 def test_a_request_alone_takes_as_long_aggregated_as_disaggregated_but_for_the_transfer():
     asked = requests((0.0, 100, 3))
     apart = simulate(simulation(disaggregated(), asked, model=KV_MODEL))
@@ -247,6 +299,27 @@ def test_the_gateway_holds_requests_while_instances_are_full():
     assert first_and_finish(outcome) == [(1.0, 2.0), (3.0, 3.0)]
     assert outcome.fleet.waiting_request_s.sum() == pytest.approx(2.0)
     assert outcome.fleet.max_waiting_requests.tolist() == [[2.0]]
+
+
+def test_a_longer_prompt_is_turned_away_by_a_shorter_queue():
+    model = SimModel(name="m", max_wait_s=2.0, prompt_s=0.5, prompt_token_s=0.01)
+    one = instance("i", stage(node(fixed_s=1.0)), weight=1.0, max_running_requests=1)
+    asked = requests((0.0, 10, 1), (0.1, 10, 1), (0.2, 51, 1), (0.3, 50, 1), (0.4, 10, 1))
+    outcome = simulate(simulation([one], asked, model=model))
+    # One waits, so the next does for 1 s: 2 s less 0.5 s and 0.01 s per token leave 51 tokens less than that, 50 just
+    # that. Then two wait.
+    assert outcome.requests.status.tolist() == [DONE, DONE, REJECTED, DONE, REJECTED]
+
+
+def test_a_queue_for_decode_turns_requests_away_before_their_prompt():
+    prefill = instance("p", stage(node(fixed_s=0.1)), phase=Phase.PREFILL, weight=10.0)
+    decode = instance("d", stage(node(fixed_s=10.0)), phase=Phase.DECODE, weight=1.0, max_running_requests=1)
+    model = SimModel(name="m", max_handover_s=1.5)
+    asked = requests(*[(float(k), 1, 2) for k in range(5)], (21.5, 1, 2))
+    outcome = simulate(simulation([prefill, decode], asked, model=model))
+    # The first runs from 0.1 until 10.1; at 1 request/s one more may wait, and the next comes while one does.
+    assert outcome.requests.status.tolist() == [DONE, DONE, DONE, REJECTED, REJECTED, DONE]
+    assert outcome.fleet.max_waiting_requests[0].tolist() == [1.0, 2.0]
 
 
 def test_too_long_a_queue_turns_requests_away():

@@ -123,6 +123,25 @@ def test_named_statistics_are_those_of_the_trace(reference_data, name, file):
     for moments, tokens in ((stated.input_tokens, read.input_tokens), (stated.output_tokens, read.output_tokens)):
         assert moments.mean_tokens == pytest.approx(tokens.mean(), rel=1e-3)
         assert moments.cv == pytest.approx(tokens.std() / tokens.mean(), rel=1e-2)
+    for drawn, tokens in (
+        (stated.drawn_input_tokens, read.input_tokens),
+        (stated.drawn_output_tokens, read.output_tokens),
+    ):
+        if isinstance(drawn, TokenQuantiles):
+            fracs, points = zip(*drawn.points, strict=True)
+            assert points == pytest.approx(np.quantile(tokens, fracs), abs=0.5)
+
+
+def test_requests_are_drawn_from_quantiles_whose_mean_is_the_stated_one():
+    """The log-normal of the same moments has prompts several times as long as any in the trace."""
+    for name, longest in (("azure-conv", 14_050), ("azure-code", 7_437)):
+        stated = named_workload(name)
+        drawn = stated.drawn_input_tokens.draw(200_000, np.random.default_rng(0))
+        assert drawn.max() <= longest
+        assert drawn.mean() == pytest.approx(stated.input_tokens.mean_tokens, rel=0.01)
+        answers = stated.drawn_output_tokens.draw(200_000, np.random.default_rng(0))
+        assert answers.mean() == pytest.approx(stated.output_tokens.mean_tokens, rel=0.02)
+    assert isinstance(named_workload("burstgpt").drawn_input_tokens, TokenMoments)
 
 
 NAN = float("nan")
