@@ -93,6 +93,19 @@ class IlpSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LibrarySize:
+    """A whole build, with commit, of combinations of at most `n_max` nodes."""
+
+    n_max: int
+    combinations: int
+    templates_kept: int
+    wall_s: float
+    build_core_s: float
+    solve_core_s: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryBench:
     """What a build took. `core_s_per_combination` is for placing alone; `build_core_s` is all CPU time of all processes.
 
@@ -115,6 +128,7 @@ class LibraryBench:
     by_phase: dict[str, GroupReport]
     by_shard: dict[str, GroupReport]
     ilp_sample: IlpSample = field(repr=False)
+    growth: tuple[LibrarySize, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As one JSON document."""
@@ -127,19 +141,18 @@ def bench_library(
     *,
     workers: int,
     sample: SampleSpec,
+    grow: bool = False,
     on_progress: ProgressCallback | None = None,
 ) -> LibraryBench:
     """Build the library in `workers` processes into a temporary store, then solve a sample by integer programs too.
 
-    Raises what `build_library` does, and SolverError where a sampled placement does not hold what it states.
+    With `grow`, all smaller N_max are built first. Raises what `build_library` does, and SolverError where a sampled
+    placement does not hold what it states.
     """
     LatticePlacement().place(*_warm_up(spec))  # compiled once per machine, which is not what is measured
-    with tempfile.TemporaryDirectory(prefix="coral-bench-") as folder:
-        store = open_store(str(Path(folder) / "store"))
-        used_s, started_s = _core_s(), time.perf_counter()
-        with PeakMemory() as memory:
-            manifest = build_library(spec, store, InlineExecutor(processes=workers), on_progress=on_progress)
-        wall_s, core_s = time.perf_counter() - started_s, _core_s() - used_s
+    smaller = range(1, spec.n_max) if grow else ()
+    sizes = [_build(replace(spec, n_max=n_max), workers=workers)[1] for n_max in smaller]
+    manifest, size = _build(spec, workers=workers, on_progress=on_progress)
     by_shard = {
         f"{model} {phase}": _group(manifest, model=model, phase=phase)
         for model, phase in dict.fromkeys((r.shard.model, r.shard.phase.value) for r in manifest.present)
@@ -154,15 +167,38 @@ def bench_library(
         combinations=total.combinations,
         templates_kept=manifest.rows,
         core_s_per_combination=total.core_s_per_combination,
-        wall_s=wall_s,
-        build_core_s=core_s,
-        peak_memory_bytes=memory.peak_bytes,
+        wall_s=size.wall_s,
+        build_core_s=size.build_core_s,
+        peak_memory_bytes=size.peak_memory_bytes,
         stored_bytes=sum(record.bytes for record in manifest.present),
         by_phase={
             phase: _group(manifest, phase=phase) for phase in sorted({r.shard.phase.value for r in manifest.present})
         },
         by_shard=by_shard,
         ilp_sample=_sampled(spec, sample, workers=workers, build_core_s=total.core_s_per_combination),
+        growth=(*sizes, size) if grow else (),
+    )
+
+
+def _build(
+    spec: BuildSpec, *, workers: int, on_progress: ProgressCallback | None = None
+) -> tuple[Manifest, LibrarySize]:
+    """One build into a new store that is removed again."""
+    with tempfile.TemporaryDirectory(prefix="coral-bench-") as folder:
+        store = open_store(str(Path(folder) / "store"))
+        used_s, started_s = _core_s(), time.perf_counter()
+        with PeakMemory() as memory:
+            manifest = build_library(spec, store, InlineExecutor(processes=workers), on_progress=on_progress)
+        wall_s, core_s = time.perf_counter() - started_s, _core_s() - used_s
+    total = _group(manifest)
+    return manifest, LibrarySize(
+        n_max=spec.n_max,
+        combinations=total.combinations,
+        templates_kept=manifest.rows,
+        wall_s=wall_s,
+        build_core_s=core_s,
+        solve_core_s=total.solve_core_s,
+        peak_memory_bytes=memory.peak_bytes,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
@@ -12,10 +13,12 @@ from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
 from coral_core.cli.work import library_progress, open_configured_store, resolved_scenario
 from coral_core.config.scenario import LibraryMethod
-from coral_core.errors import SolverError
+from coral_core.errors import InputError, SolverError
 
 if TYPE_CHECKING:
     from tasks.bench_library import LibraryBench
+
+Chart = Annotated[Path | None, Parameter(help="Write a chart of time against size here, as SVG.")]
 
 app = App(name="bench", help="Measure what the work takes on this machine, beside the published method.")
 
@@ -33,6 +36,8 @@ def library(
     time_limit_s: Annotated[float, Parameter(help="Of each integer program, one per number of stages.")] = 10.0,
     solver: Annotated[Literal["highs", "gurobi", "auto"], Parameter(help="For the integer programs.")] = "highs",
     seed: Annotated[int, Parameter(help="Of the sample.")] = 0,
+    growth: Annotated[bool, Parameter(negative="", help="Also every smaller N_max.")] = False,
+    chart: Chart = None,
     as_json: AsJson = False,
 ) -> int:
     """Build a scenario's library into a temporary store; then solve a sample by integer programs, side by side.
@@ -43,6 +48,7 @@ def library(
     from tasks.bench_library import SampleSpec, bench_library
     from tasks.library import build_spec_from_scenario
 
+    _check_chart(chart, drawn=growth, wanted="--growth")
     spec = build_spec_from_scenario(resolved_scenario(scenario), method=method, keep_all=keep_all)
     spec = replace(spec, n_max=n_max or spec.n_max, rho=rho or spec.rho)
     with library_progress(spec.library, quiet=as_json) as on_progress:
@@ -51,8 +57,14 @@ def library(
             spec,
             workers=workers or os.cpu_count() or 1,
             sample=SampleSpec(size=sample, time_limit_s=time_limit_s, solver=solver, seed=seed),
+            grow=growth,
             on_progress=on_progress,
         )
+    if chart is not None:
+        from tasks.bench_charts import library_chart
+
+        chart.write_text(library_chart(scenario, report.to_json()["growth"]), encoding="utf-8")
+        print_note(f"chart -> {chart}")
     if as_json:
         print_json(report.to_json())
     else:
@@ -79,6 +91,7 @@ def allocation(
     growth: Annotated[bool, Parameter(negative="", help="Also 6 to 46 models by 3 to 12 regions.")] = False,
     seeds: Annotated[int, Parameter(help="Also gap against time limit over so many seeds of the supply.")] = 0,
     seed: Annotated[int, Parameter(help="Of the growing problems.")] = 0,
+    chart: Chart = None,
     store: StoreUrl = None,
     as_json: AsJson = False,
 ) -> None:
@@ -89,6 +102,7 @@ def allocation(
     from tasks.bench_allocation import growth as growing
     from tasks.plan import scenario_templates
 
+    _check_chart(chart, drawn=growth or seeds > 0, wanted="--growth or --seeds")
     resolved = in_mode(resolved_scenario(scenario), mode, method=method)
     opened = open_configured_store(store)
     snapshot = usable_library(resolved, opened, version=None, executor="auto", dry_run=False, quiet=as_json)
@@ -105,6 +119,12 @@ def allocation(
             limits_s=(1.0, 2.0, 5.0, 10.0),
         )
         report["gap_over_time"] = [asdict(point) for point in points]
+    if chart is not None:
+        from tasks.bench_charts import allocation_chart
+
+        drawn = allocation_chart(scenario, report.get("growth", ()), report.get("gap_over_time", ()))
+        chart.write_text(drawn, encoding="utf-8")
+        print_note(f"chart -> {chart}")
     if as_json:
         print_json(report)
         return
@@ -115,6 +135,14 @@ def allocation(
         print_table("Raw integer program on HiGHS", ("what", "value"), list(raw.items()))
     for name, points_of in tables.items():
         print_table(name, tuple(points_of[0]), [tuple(point.values()) for point in points_of])
+
+
+def _check_chart(chart: Path | None, *, drawn: bool, wanted: str) -> None:
+    """Refuse before the work what cannot be written after it."""
+    if chart is not None and not drawn:
+        raise InputError("there is only one size to draw", where="--chart", fix=f"add {wanted}")
+    if chart is not None and not chart.parent.is_dir():
+        raise InputError("no such folder", where=str(chart.parent), fix="create it, or write the chart elsewhere")
 
 
 def _print(report: LibraryBench) -> None:
@@ -141,6 +169,9 @@ def _print(report: LibraryBench) -> None:
         f"{'-' if each_s is None else f'{each_s * 1e6:.3g}'} us per combination and core; whole build with commit "
         f"{report.wall_s:.1f} s, {report.build_core_s:.1f} core s; peak memory {report.peak_memory_bytes / 2**30:.2f} GiB"
     )
+    if report.growth:
+        sizes = [asdict(size) for size in report.growth]
+        print_table("Growth with N_max", tuple(sizes[0]), [tuple(size.values()) for size in sizes])
     found = report.ilp_sample
     if found.n:
         print_text(

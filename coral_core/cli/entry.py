@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 from cyclopts import App, CycloptsError
 
@@ -48,7 +50,18 @@ app.register_install_completion_command(name="--install-completion")
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit; expected failures print one line, bugs keep their traceback."""
+    signal.signal(signal.SIGTERM, _ended)
     sys.exit(run(arguments))
+
+
+def _ended(number: int, _frame: FrameType | None) -> None:
+    """End as an exception does, so that temporary folders go; the workers first, since leaving their pool waits for them."""
+    if "multiprocessing" in sys.modules:
+        import multiprocessing
+
+        for child in multiprocessing.active_children():
+            child.terminate()
+    raise SystemExit(128 + number)
 
 
 def run(arguments: list[str] | None = None) -> int:

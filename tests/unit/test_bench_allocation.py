@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from coral_core.domain.allocation import AllocationOptions, AllocationProblem, D
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
 from tasks import bench_allocation as bench
+from tasks.bench_charts import allocation_chart
 
 
 def small_problem(available=4):
@@ -131,3 +133,16 @@ def test_only_a_random_walk_has_seeds():
     assert scarce.scenario.availability.seed == 7
     with pytest.raises(InputError, match="the same for every seed"):
         bench.with_supply_seed(resolve_scenario(load_scenario("paper-core")), 7)
+
+
+def test_growth_and_gaps_are_drawn(monkeypatch):
+    monkeypatch.setattr(bench, "GROWTH_MODELS", (1, 2))
+    monkeypatch.setattr(bench, "GROWTH_REGIONS", (2,))
+    growth = [asdict(point) for point in bench.growth(small_problem(available=40), seed=0)]
+    gaps = [asdict(point) for point in bench.gap_over_time(lambda _: small_problem(), seeds=2, limits_s=(1.0, 2.0))]
+    both = " ".join(ET.fromstring(allocation_chart("mine", growth, gaps)).itertext())
+    assert "2 models in 2 regions" in both
+    assert "gap proven within a time limit, 2 seeds" in both
+    alone = " ".join(ET.fromstring(allocation_chart("mine", (), gaps)).itertext())
+    assert "time of a solve" not in alone
+    assert "Within 2 s: median gap 0.000%" in alone

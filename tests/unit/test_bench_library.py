@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from artifacts.store import open_store
 from coral_core.cli import bench as bench_cli
 from coral_core.domain.placement import PlacementStatus
 from coral_core.domain.workload import Phase
-from coral_core.errors import SolverError
+from coral_core.errors import InputError, SolverError
 from tasks import bench_library as bench_module
 from tasks.bench_library import SampleSpec, bench_library, compare_methods, sample_combinations
 from tasks.executor import InlineExecutor
@@ -149,3 +151,23 @@ def test_the_command_prints_tables_and_fails_on_disagreement(monkeypatch, capsys
     cheating(monkeypatch, 0.9)
     assert bench_cli.library(sample=2, workers=1, as_json=True) == SolverError.exit_code
     assert "disagree on 2" in capsys.readouterr().err
+
+
+def test_growth_builds_every_smaller_library_and_is_drawn(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("tasks.library.build_spec_from_scenario", lambda *_, **__: small_spec(n_max=2))
+    chart = tmp_path / "chart.svg"
+    assert bench_cli.library(sample=0, workers=1, growth=True, chart=chart, as_json=True) == 0
+    sizes = json.loads(capsys.readouterr().out)["growth"]
+    assert [size["n_max"] for size in sizes] == [1, 2]
+    assert sizes[0]["combinations"] < sizes[1]["combinations"]
+    drawn = ET.fromstring(chart.read_text(encoding="utf-8"))
+    words = " ".join(drawn.itertext())
+    assert "Library of tiny: time against size (measured)" in words
+    assert f"At N_max 2: {sizes[1]['combinations']} combinations" in words
+
+
+def test_a_chart_is_refused_before_the_work_where_it_cannot_be_made(tmp_path):
+    with pytest.raises(InputError, match=r"--chart: there is only one size to draw.*add --growth"):
+        bench_cli.library(chart=tmp_path / "chart.svg")
+    with pytest.raises(InputError, match="no such folder"):
+        bench_cli.library(growth=True, chart=tmp_path / "none" / "chart.svg")
