@@ -40,13 +40,26 @@ _COUNTED: Final = ("combinations", "infeasible", "unproven", "with_idle_nodes", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelBuild:
-    """One model of a library, and what its templates are to keep to."""
+    """One model of a library, and what its templates are to keep to.
+
+    `slo_frac` and `max_utilization_frac` replace the build's own assumptions for the phases they name.
+    """
 
     shape: ModelShape
     variant: str
     phases: tuple[Phase, ...]
     slo: Slo
     lengths: Lengths
+    slo_frac: Mapping[Phase, float] = field(default_factory=dict)
+    max_utilization_frac: Mapping[Phase, float] = field(default_factory=dict)
+
+    def assumptions(self, of_all: CapacityAssumptions) -> CapacityAssumptions:
+        """What capacities of this model assume, where `of_all` is what the build assumes."""
+        return replace(
+            of_all,
+            slo_frac={**of_all.slo_frac, **self.slo_frac},
+            max_utilization_frac={**of_all.max_utilization_frac, **self.max_utilization_frac},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +128,10 @@ def build_spec_from_scenario(
                 phases=model.phases,
                 slo=model.demand.slo,
                 lengths=model.demand.lengths,
+                slo_frac={phase: scenario.capacity.slo_frac_of(model.shape.name, phase) for phase in Phase},
+                max_utilization_frac={
+                    phase: scenario.capacity.max_utilization_frac_of(model.shape.name, phase) for phase in Phase
+                },
             )
             for model in resolved.models
             for variant in model.variants
@@ -124,10 +141,7 @@ def build_spec_from_scenario(
         method=method or scenario.library.method,
         ilp_time_limit_s=scenario.library.ilp_time_limit_s,
         keep_all=keep_all or scenario.library.keep_all,
-        assumptions=CapacityAssumptions(
-            max_utilization_frac={**dict.fromkeys(Phase, 1.0), **scenario.capacity.max_utilization_frac},
-            allow_estimates=scenario.capacity.allow_estimates,
-        ),
+        assumptions=CapacityAssumptions(allow_estimates=scenario.capacity.allow_estimates),
         measured=_measured(scenario.capacity.layer_times),
     )
 
@@ -324,7 +338,7 @@ def capacity_tables(spec: BuildSpec) -> list[CapacityTable]:
                 "slo": model.slo,
                 "lengths": model.lengths,
                 "configs": spec.configs,
-                "assumptions": spec.assumptions,
+                "assumptions": model.assumptions(spec.assumptions),
             }
             budgets = budget_table(**question) if spec.method == "lattice-free" else None
             tables.append(replace(table(max_stages=spec.n_max, **question), budgets=budgets))
@@ -386,6 +400,13 @@ def _parameters(spec: BuildSpec) -> dict[str, object]:
         "configs": [config.name for config in spec.configs],
         "assumptions": spec.assumptions,
         "lengths": {model.shape.name: model.lengths for model in spec.models},
+        "headroom": {
+            model.shape.name: {
+                "slo_frac": dict(model.slo_frac),
+                "max_utilization_frac": dict(model.max_utilization_frac),
+            }
+            for model in spec.models
+        },
     }
 
 

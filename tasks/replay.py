@@ -2,13 +2,15 @@
 
 Each epoch is planned on its own supply, with the fleet of the epoch before as what runs. The first epoch's fleet is ready
 when the first request arrives; later ones boot while what they replace still serves (`coral_core.sim.timeline`). The
-gateway refuses a request that would wait for its first computation longer than its bound on the first token: where
-capacity is short, a queue of requests that are all late serves nobody. Plans and their costs are predicted, what becomes
-of the requests is simulated.
+gateway refuses a request that would get its first token too late for the wait before it, or that comes while decode is
+behind (`coral_core.routing.admission`): where capacity is short, a queue of requests that are all late serves nobody. KV
+is streamed to decode while prefill computes, as capacities assume. Plans and their costs are predicted, what becomes of
+the requests is simulated.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,19 +28,21 @@ from artifacts.templates import template_columns
 from coral_core.allocation.policies import Policy
 from coral_core.config.requests import request_traces
 from coral_core.config.resolve import (
+    ResolvedModel,
     ResolvedScenario,
     allocation_problem,
     available_nodes,
     node_prices,
     problem_templates,
 )
-from coral_core.config.scenario import LibraryMethod, RandomWalk
+from coral_core.config.scenario import CapacitySpec, LibraryMethod, RandomWalk
 from coral_core.domain.allocation import AllocationResult, Running, TemplateColumns
 from coral_core.domain.hardware import split_market
 from coral_core.domain.templates import ServingTemplate
 from coral_core.domain.workload import Phase, Slo
 from coral_core.errors import DataGapError, InputError, NoSolutionError
 from coral_core.perf.factors import load_factors
+from coral_core.routing import max_handover_s
 from coral_core.sim import (
     ModelMetrics,
     Served,
@@ -49,6 +53,7 @@ from coral_core.sim import (
     SimOutcome,
     SimRequests,
     measure,
+    prompt_times_s,
     sim_instance,
     sim_model,
     simulate,
@@ -136,8 +141,7 @@ class TemplateSource:
         """(epochs, R, C) nodes to be had. Where it is scaled to an ample plan, that plan counts on the same capacities."""
         resolved = self.resolved
         method = supply_method(resolved) if scales_with_plan(resolved) else next(iter(self.columns))
-        present = resolved.scenario.capacity.max_utilization_frac
-        return available_nodes(resolved, scaled_columns(self.columns[method], utilization, present))
+        return available_nodes(resolved, scaled_columns(self.columns[method], utilization, resolved.scenario.capacity))
 
     def changed(self, resolved: ResolvedScenario) -> TemplateSource:
         """The same libraries for a scenario that differs in nothing that templates depend on."""
@@ -185,7 +189,7 @@ def plan_epochs(
     """
     resolved = source.resolved
     method = policy_method(resolved, policy)
-    columns = scaled_columns(source.columns[method], utilization or {}, resolved.scenario.capacity.max_utilization_frac)
+    columns = scaled_columns(source.columns[method], utilization or {}, resolved.scenario.capacity)
     supply = source.supply_at(utilization) if utilization else source.supply
     running: tuple[Running, ...] = ()
     known = set(problem_templates(resolved, columns).ids)
@@ -208,21 +212,22 @@ def plan_epochs(
         method=method,
         epochs=tuple(epochs),
         templates=templates_by_id(source.rows[method], chosen),
-        supply=source.supply,
+        supply=supply,
     )
 
 
-def scaled_columns(
-    columns: TemplateColumns, wanted: Mapping[Phase, float], present: Mapping[Phase, float]
-) -> TemplateColumns:
-    """Templates at other utilisations than the `present` ones they were made with. Raises InputError outside (0, 1]."""
+def scaled_columns(columns: TemplateColumns, wanted: Mapping[Phase, float], capacity: CapacitySpec) -> TemplateColumns:
+    """Templates at other utilisations than those of `capacity`, with which they were made. InputError outside (0, 1]."""
     for phase, value in wanted.items():
         if not 0 < value <= 1:
             raise InputError(f"{value!r} is not in (0, 1]", where=f"max_utilization_frac.{phase}")
-    factor = {phase: value / present.get(phase, 1.0) for phase, value in wanted.items()}
-    return replace(
-        columns, throughput=columns.throughput * np.array([factor.get(phase, 1.0) for phase in columns.phases])
-    )
+    pairs = set(zip(columns.models, columns.phases, strict=True))
+    factor = {
+        (model, phase): wanted[phase] / capacity.max_utilization_frac_of(model, phase) if phase in wanted else 1.0
+        for model, phase in pairs
+    }
+    factors = [factor[pair] for pair in zip(columns.models, columns.phases, strict=True)]
+    return replace(columns, throughput=columns.throughput * np.array(factors))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +274,7 @@ def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans) -> Fleet:
     if reason:
         raise InputError(f"plans of {plans.policy} are not simulated: {reason}", where=resolved.scenario.name)
     spec = build_spec_from_scenario(with_method(resolved, plans.method))
+    assumptions = {build.shape.name: build.assumptions(spec.assumptions) for build in spec.models}
     tables = {(table.model, table.variant, table.phase): table for table in capacity_tables(spec)}
     factors = load_factors()
     served = {
@@ -276,7 +282,7 @@ def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans) -> Fleet:
             shape=model.shape,
             variant=variant,
             lengths=model.demand.lengths,
-            assumptions=spec.assumptions,
+            assumptions=assumptions[model.shape.name],
             factors=factors,
         )
         for model in resolved.models
@@ -307,12 +313,28 @@ def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans) -> Fleet:
     )
     return Fleet(
         models=tuple(
-            sim_model(served[model.shape.name, model.variant], max_wait_s=model.demand.slo.ttft_s)
-            for model in resolved.models
+            _sim_model(model, served[model.shape.name, model.variant], line.instances) for model in resolved.models
         ),
         timeline=line,
         pd_same_region=pd_same_region,
         dropped=tuple(dropped),
+    )
+
+
+def _sim_model(model: ResolvedModel, served: Served, instances: Sequence[SimInstance]) -> SimModel:
+    """The model with its bounds on waiting; those on decode hold where no aggregated instance gets by without it."""
+    own = [one for one in instances if one.model == model.shape.name]
+    prompt_s, prompt_token_s = prompt_times_s(served, [one for one in own if one.phase is not Phase.DECODE])
+    bound_s = math.inf
+    if all(one.phase is not Phase.AGGREGATED for one in own):
+        planned_frac = served.assumptions.slo_frac[Phase.DECODE]
+        bound_s = max_handover_s(model.demand.slo.tpot_s, planned_frac, served.lengths.mean_output_tokens)
+    return sim_model(
+        served,
+        max_wait_s=model.demand.slo.ttft_s,
+        prompt_s=prompt_s,
+        prompt_token_s=prompt_token_s,
+        max_handover_s=bound_s,
     )
 
 
@@ -389,6 +411,7 @@ def replay(resolved: ResolvedScenario, plans: PolicyPlans, *, seed: int, fleet: 
                 end_s=latest_good_finish_s(requests, list(slos.values()), bounds_s[-1]),
                 epoch_starts_s=tuple(bounds_s),
                 pd_same_region=fleet.pd_same_region,
+                stream_kv=True,
             ),
             lifecycle=fleet.timeline.lifecycle,
         )

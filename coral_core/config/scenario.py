@@ -149,12 +149,35 @@ class LayerTimesSpec(Strict):
     )
 
 
+FracByPhase = dict[Phase, Annotated[float, Field(strict=True, gt=0, le=1)]]
+
+
+class HeadroomSpec(Strict):
+    """What a plan may count on of one model, where it is not what `capacity` says of all."""
+
+    slo_frac: FracByPhase = Field(default_factory=dict)
+    max_utilization_frac: FracByPhase = Field(default_factory=dict)
+
+
 class CapacitySpec(Strict):
     """Assumptions behind the stage capacities."""
 
-    max_utilization_frac: dict[Phase, Annotated[float, Field(strict=True, gt=0, le=1)]] = Field(default_factory=dict)
+    max_utilization_frac: FracByPhase = Field(default_factory=dict, description="share of each capacity to plan with")
+    slo_frac: FracByPhase = Field(default_factory=dict, description="share of the latency bounds to plan against")
+    headroom: dict[str, HeadroomSpec] = Field(default_factory=dict, description="the two above, by model")
+    headroom_source: str | None = Field(default=None, description="where they come from; default: not calibrated")
     allow_estimates: bool = Field(default=True, description="use configurations without a measured profile")
     layer_times: LayerTimesSpec | None = Field(default=None, description="default: the analytic estimates")
+
+    def slo_frac_of(self, model: str, phase: Phase) -> float:
+        """Share of the latency bounds that the model's phase is planned against."""
+        own = self.headroom.get(model, HeadroomSpec()).slo_frac
+        return own.get(phase, self.slo_frac.get(phase, 1.0))
+
+    def max_utilization_frac_of(self, model: str, phase: Phase) -> float:
+        """Share of each capacity that the model's phase is planned with."""
+        own = self.headroom.get(model, HeadroomSpec()).max_utilization_frac
+        return own.get(phase, self.max_utilization_frac.get(phase, 1.0))
 
 
 class Ample(Strict):
@@ -290,6 +313,13 @@ class Scenario(Strict):
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
                 raise ValueError(f"{what} {twice!r} is given twice")
+        return self
+
+    @model_validator(mode="after")
+    def _headroom_is_of_models(self) -> Scenario:
+        strangers = set(self.capacity.headroom) - {spec.model for spec in self.models}
+        if strangers:
+            raise ValueError(f"capacity.headroom names {min(strangers)!r}, which is none of the models")
         return self
 
     @model_validator(mode="after")
