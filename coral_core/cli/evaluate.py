@@ -27,6 +27,8 @@ from coral_core.errors import InputError
 
 app = App(name="evaluate", help="Policies compared on a scenario, in the simulator; how settings change a library.")
 
+app.command("coral_core.cli.evaluate_split:split", name="split")
+
 
 @app.default
 def evaluate(
