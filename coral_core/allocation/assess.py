@@ -6,12 +6,13 @@ Every method ends here, so that no plan carries a solver's rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from coral_core.allocation.coverage import DEMAND_TOLERANCE_FRAC, Coverage, Floats, Ints
+from coral_core.allocation.coverage import DEMAND_TOLERANCE_FRAC, SPARE_WEIGHT, Coverage, Floats, Ints
+from coral_core.allocation.preferences import preference_usd_per_h
 from coral_core.domain.allocation import (
     AllocationProblem,
     AllocationResult,
@@ -27,18 +28,29 @@ BUDGET_TOLERANCE_FRAC = 1e-8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """Per demand row: `missing_frac`, `deficit` (instances missing from the floor), `covered_frac` (rows, places)."""
+    """Per demand row: `missing_frac`, `deficit` (instances missing from the floor), `covered_frac` (rows, places).
+
+    `missing_frac` = `unserved_frac` + SPARE_WEIGHT x `exposed_frac`, what is served but would not survive the worst loss.
+    """
 
     cost_usd_per_h: float
     churn_usd_per_h: float
-    missing_frac: tuple[float, ...]
+    preference_usd_per_h: float
+    unserved_frac: tuple[float, ...]
+    exposed_frac: tuple[float, ...]
     deficit: tuple[int, ...]
     covered_frac: Floats
 
     @property
     def objective_usd_per_h(self) -> float:
-        """Cost plus churn."""
-        return self.cost_usd_per_h + self.churn_usd_per_h
+        """Cost plus churn plus what preferences add."""
+        return self.cost_usd_per_h + self.churn_usd_per_h + self.preference_usd_per_h
+
+    @property
+    def missing_frac(self) -> tuple[float, ...]:
+        """What counts as shortfall."""
+        pairs = zip(self.unserved_frac, self.exposed_frac, strict=True)
+        return tuple(unserved + SPARE_WEIGHT * exposed for unserved, exposed in pairs)
 
 
 def running_instances(problem: AllocationProblem) -> tuple[Ints, Ints, Ints]:
@@ -83,11 +95,13 @@ def assess(problem: AllocationProblem, coverage: Coverage, counts: Ints) -> Asse
                     steady[row] += problem.templates.throughput[t[kept]] @ number[kept] / amount
     floor = np.array([row.on_demand_frac for row in problem.demand])
     of_floor = np.divide(steady, floor, out=np.full(rows, np.inf), where=floor > 0)
-    missing = _missing(coverage, covered, of_floor)
+    unserved, exposed = _missing(problem, coverage, covered, of_floor, (t, r))
     return Assessment(
         cost_usd_per_h=math.fsum(price_usd_per_h * number),
         churn_usd_per_h=math.fsum(price_usd_per_h * added * problem.churn_k),
-        missing_frac=tuple(missing),
+        preference_usd_per_h=math.fsum(preference_usd_per_h(problem, t, r) * number),
+        unserved_frac=tuple(unserved),
+        exposed_frac=tuple(exposed),
         deficit=tuple(max(row.min_instances - int(n), 0) for row, n in zip(problem.demand, instances, strict=True)),
         covered_frac=covered,
     )
@@ -110,16 +124,48 @@ def within_budget(problem: AllocationProblem, counts: Ints) -> bool:
     return math.fsum(price.sum(axis=1) * counts[t, r]) <= budget * (1 + BUDGET_TOLERANCE_FRAC)
 
 
-def _missing(coverage: Coverage, covered: Floats, of_floor: Floats) -> list[float]:
-    missing = [0.0] * len(covered)
+def _missing(
+    problem: AllocationProblem, coverage: Coverage, covered: Floats, of_floor: Floats, held: tuple[Ints, Ints]
+) -> tuple[list[float], list[float]]:
+    """Per row: the fraction that is not served, and the one that is served but would not survive the worst loss."""
+    unserved, exposed = [0.0] * len(covered), [0.0] * len(covered)
     for unit in coverage.units():
-        # what one region serves is what the scarcer phase there allows; a row on its own adds up over regions
-        # and no more than its on-demand floor, met to the same fraction, allows
-        served = min(float(covered[list(unit)].min(axis=0).sum()), float(of_floor[list(unit)].min()))
-        short = 1.0 - served
+        rows = list(unit)
+        # no more than the on-demand floor of either row, met to the same fraction, allows
+        short = max(_short(coverage, unit, covered[rows]), 1.0 - float(of_floor[rows].min()))
+        short = short if short > DEMAND_TOLERANCE_FRAC else 0.0
+        lost = short
+        if coverage.spare[rows].any():
+            left = (covered[rows] - own for own in _losses(problem, coverage, unit, held))
+            lost = max((_short(coverage, unit, rest) for rest in left), default=short)
         for row in unit:
-            missing[row] = short if short > DEMAND_TOLERANCE_FRAC else 0.0
-    return missing
+            unserved[row] = short
+            exposed[row] = lost - short if lost - short > DEMAND_TOLERANCE_FRAC else 0.0
+    return unserved, exposed
+
+
+def _short(coverage: Coverage, unit: tuple[int, ...], covered: Floats) -> float:
+    """The fraction of a unit that `covered` (its rows, places) leaves unserved, at least 0."""
+    # what one region serves is what the scarcer phase there allows; a row on its own adds up over regions
+    served = covered.min(axis=0).reshape(-1, coverage.n_variants).sum(axis=1)
+    asked = coverage.region_fracs[unit[0]]
+    in_regions = math.fsum(max(frac - float(served[region]), 0.0) for region, frac in asked)
+    return max(1.0 - float(served.sum()), in_regions)
+
+
+def _losses(
+    problem: AllocationProblem, coverage: Coverage, unit: tuple[int, ...], held: tuple[Ints, Ints]
+) -> Iterator[Floats]:
+    """What the unit's rows lose (rows, places) with each sort of instance that serves a row which asks for a spare."""
+    for template, place in zip(held[0].tolist(), coverage.place(*held).tolist(), strict=True):
+        group = coverage.groups[coverage.group_of[template]] if coverage.group_of[template] >= 0 else None
+        if group is None or not any(coverage.spare[row] for row in group.rows if row in unit):
+            continue
+        lost = np.zeros((len(unit), len(problem.regions) * coverage.n_variants))
+        for row, amount in zip(group.rows, group.amounts, strict=True):
+            if row in unit and amount > 0:
+                lost[unit.index(row), place] = problem.templates.throughput[template] / amount
+        yield lost
 
 
 def result_of(
@@ -143,13 +189,15 @@ def result_of(
         status=AllocationStatus.OPTIMAL if within and shortfall_proven else AllocationStatus.GAP,
         cost_usd_per_h=assessment.cost_usd_per_h,
         churn_usd_per_h=assessment.churn_usd_per_h,
+        preference_usd_per_h=assessment.preference_usd_per_h,
         bound_usd_per_h=bound,
         instances=tuple(
             InstanceCount(template=problem.templates.ids[i], region=problem.regions[k], count=int(counts[i, k]))
             for i, k in zip(t, r, strict=True)
         ),
         shortfall=tuple(
-            _shortfall(row, frac) for row, frac in zip(problem.demand, assessment.missing_frac, strict=True)
+            _shortfall(row, frac, SPARE_WEIGHT * exposed)
+            for row, frac, exposed in zip(problem.demand, assessment.missing_frac, assessment.exposed_frac, strict=True)
         ),
         method=method,
         floor_deficit={i: n for i, n in enumerate(assessment.deficit) if n},
@@ -157,11 +205,12 @@ def result_of(
     )
 
 
-def _shortfall(row: DemandRow, frac: float) -> Shortfall:
+def _shortfall(row: DemandRow, frac: float, spare_frac: float) -> Shortfall:
     return Shortfall(
         model=row.model,
         phase=row.phase,
         tokens_per_s=None if row.tokens_per_s is None else row.tokens_per_s * frac,
         requests_per_s=None if row.requests_per_s is None else row.requests_per_s * frac,
         frac=frac,
+        spare_frac=spare_frac,
     )

@@ -182,8 +182,6 @@ def _check_preferences(problem: AllocationProblem) -> None:
         if (item.model, item.config, item.region) == (None, None, None):
             raise InputError("it prefers nothing to anything", where=where, fix="name a model, config or region")
         _check_names(problem, item, where)
-    if problem.preferences:
-        raise InputError("not supported yet", where="preferences")
 
 
 def _check_names(problem: AllocationProblem, item: Exclusion | Preference, where: str) -> None:
@@ -220,10 +218,6 @@ def _check_guarantees(problem: AllocationProblem) -> None:
                 where=where,
                 fix="state the same fractions for both phases: pd_same_region serves them together",
             )
-        if row.region_fracs:
-            raise InputError("not supported yet", where=where)
-        if row.spare_instances:
-            raise InputError("not supported yet", where=f"demand[{index}].spare_instances")
 
 
 def _check_running(running: Sequence[Running], regions: Sequence[str]) -> None:

@@ -9,13 +9,14 @@ import numpy as np
 from coral_core.allocation.assess import running_counts
 from coral_core.allocation.check import MAX_COUNT
 from coral_core.allocation.coverage import Bools, Coverage, Floats, Ints, fraction
+from coral_core.allocation.preferences import counted_usd_per_h, real_prices
 from coral_core.allocation.reduce import excluded
 from coral_core.domain.allocation import AllocationProblem, TemplateColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Instance columns, (J,) each: template, region, price with churn, most that can be of use, running or new."""
+    """Instance columns, (J,) each: template, region, price as counted, with churn, most that can be of use, running or new."""
 
     template: Ints
     region: Ints
@@ -53,22 +54,22 @@ def with_templates(problem: AllocationProblem, kept: Ints) -> AllocationProblem:
 
 def columns_of(problem: AllocationProblem, coverage: Coverage, keep: Bools) -> Columns:
     """A new-instance column where `keep` (templates, regions) is set, and a running one (never dropped) where K > 0."""
-    price = np.where(np.isnan(problem.price_usd_per_h), 0.0, problem.price_usd_per_h)
-    price_tr = problem.templates.nodes.astype(np.float64) @ price.T
+    counted = counted_usd_per_h(problem)
+    started = problem.templates.nodes.astype(np.float64) @ real_prices(problem).T if problem.preferences else counted
     limit = _limit(problem, coverage)
     running = np.minimum(running_counts(problem), limit) if problem.churn_k > 0 else np.zeros_like(limit)
     new, old = np.nonzero(keep), np.nonzero(running)
     return Columns(
         template=np.concatenate((new[0], old[0])),
         region=np.concatenate((new[1], old[1])),
-        price_usd_per_h=np.concatenate((price_tr[new] * (1 + problem.churn_k), price_tr[old])),
+        price_usd_per_h=np.concatenate((counted[new] + started[new] * problem.churn_k, counted[old])),
         upper=np.concatenate((limit[new], running[old])).astype(np.float64),
         old=np.repeat([False, True], [len(new[0]), len(old[0])]),
     )
 
 
 def useful_instances(problem: AllocationProblem, coverage: Coverage) -> Ints:
-    """(templates,): more instances than this in one region cannot help: so many alone cover all rows and floors."""
+    """(templates,): more instances than this in one region cannot help: so many alone cover all rows, spares and floors."""
     limit = np.zeros(len(problem.templates), dtype=np.int64)
     for group in coverage.groups:
         useful = np.full(len(group.members), float(max(problem.demand[row].min_instances for row in group.rows)))
@@ -76,7 +77,7 @@ def useful_instances(problem: AllocationProblem, coverage: Coverage) -> Ints:
             if coverage.active[row]:
                 frac = fraction(problem.templates.throughput[group.members], amount)
                 with np.errstate(divide="ignore"):
-                    alone = np.where(frac > 0, np.ceil(1.0 / frac), 0.0)
+                    alone = np.where(frac > 0, np.ceil(1.0 / frac) + coverage.spare[row], 0.0)
                 useful = np.maximum(useful, alone)
         limit[group.members] = np.minimum(useful, MAX_COUNT)
     return limit

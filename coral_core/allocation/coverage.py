@@ -24,6 +24,9 @@ Bools = NDArray[np.bool_]
 DEMAND_TOLERANCE_FRAC = 1e-9
 """A row is met when its coverage is at least 1 minus this: room for float noise (3 x 0.333..), not for a shortage."""
 
+SPARE_WEIGHT = 0.1
+"""What demand that is served but would not survive a loss counts beside demand that is not served: serving comes first."""
+
 _WEIGHT_RANGE_MAX = 1e6
 
 
@@ -43,7 +46,9 @@ class Coverage:
     `group_of` (templates,): number of the group, -1 for none. `variant_of` (templates,) counts a model's variants where pairs
     must not mix them, else 0; `n_variants`: the most of any model. `active[i]`: row i has demand above 0. `pairs`: the
     (prefill, decode) rows of a model that must be served in the same region (`pd_same_region`), by one variant.
-    `spot_of` (templates,): uses spot nodes; all False where no row asks for on-demand coverage.
+    `spot_of` (templates,): uses spot nodes; all False where no row asks for on-demand coverage. `spare[i]`: row i has demand
+    and asks for a spare instance. `region_fracs[i]`: the fractions above 0 of row i that must be served in a region (its
+    number), for the rows of a pair the larger of both; they add up to at most 1.
     """
 
     groups: tuple[Group, ...]
@@ -53,6 +58,13 @@ class Coverage:
     spot_of: Bools
     active: Bools
     pairs: tuple[tuple[int, int], ...]
+    spare: Bools
+    region_fracs: tuple[tuple[tuple[int, float], ...], ...]
+
+    @property
+    def guaranteed(self) -> Bools:
+        """Rows that ask for more than throughput somewhere: a spare, or service in a certain region."""
+        return np.asarray(self.spare | np.array([bool(fracs) for fracs in self.region_fracs], dtype=bool))
 
     def place(self, template: Ints, region: Ints) -> Ints:
         """Where an instance serves: region and variant in one number, region * n_variants + variant."""
@@ -84,6 +96,7 @@ def coverage_of(problem: AllocationProblem) -> Coverage:
         [bool(row.requests_per_s if row.tokens_per_s is None else row.tokens_per_s) for row in problem.demand],
         dtype=bool,
     )
+    pairs = _pairs(problem, active)
     return Coverage(
         groups=tuple(groups),
         group_of=group_of,
@@ -91,8 +104,24 @@ def coverage_of(problem: AllocationProblem) -> Coverage:
         n_variants=int(variant_of.max(initial=0)) + 1,
         spot_of=spot_of,
         active=active,
-        pairs=_pairs(problem, active),
+        pairs=pairs,
+        spare=active & np.array([row.spare_instances > 0 for row in problem.demand], dtype=bool),
+        region_fracs=_region_fracs(problem, active, pairs),
     )
+
+
+def _region_fracs(
+    problem: AllocationProblem, active: Bools, pairs: tuple[tuple[int, int], ...]
+) -> tuple[tuple[tuple[int, float], ...], ...]:
+    asked: list[dict[int, float]] = [
+        {problem.regions.index(region): frac for region, frac in row.region_fracs if frac > 0 and active[i]}
+        for i, row in enumerate(problem.demand)
+    ]
+    for a, b in pairs:
+        both = {r: max(asked[a].get(r, 0.0), asked[b].get(r, 0.0)) for r in sorted({*asked[a], *asked[b]})}
+        asked[a] = asked[b] = both
+    sums = [max(sum(fracs.values()), 1.0) for fracs in asked]  # float noise alone brings them above 1
+    return tuple(tuple((r, f / s) for r, f in fracs.items()) for fracs, s in zip(asked, sums, strict=True))
 
 
 def _variants(problem: AllocationProblem) -> Ints:

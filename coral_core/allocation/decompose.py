@@ -67,7 +67,9 @@ def solve_blocks(
     counts = np.zeros((len(problem.templates), len(problem.regions)), dtype=np.int64)
     used = np.zeros_like(problem.available)
     for number, rows in enumerate(blocks):
-        by_region = any(row in pair for pair in coverage.pairs for row in rows)
+        by_region = any(row in pair for pair in coverage.pairs for row in rows) or bool(
+            any(coverage.region_fracs[row] for row in rows)
+        )
         picked = fronts.columns(rows, by_region=by_region)
         columns += len(picked)
         kept, own = np.unique(picked.template, return_inverse=True)
@@ -144,7 +146,7 @@ class Block:
         """Whether the block is a `CoverProblem`: it asks for throughput alone, and alike of all its rows."""
         rows = [self.problem.demand[i] for i in self.rows]
         plain = all(row.min_instances == 0 and row.max_instances is None and row.weight > 0 for row in rows)
-        plain &= not any(row.on_demand_frac for row in rows)
+        plain &= not any(row.on_demand_frac for row in rows) and not self.coverage.guaranteed[list(self.rows)].any()
         active = all(self.coverage.active[i] for i in self.rows)
         alike = all(len(group.rows) == 1 or len(set(group.amounts)) == 1 for group in self.groups)
         return plain and active and alike

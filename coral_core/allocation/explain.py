@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coral_core.allocation.formulation import Family
 from coral_core.allocation.prices import Prices, price_plan
+from coral_core.allocation.rows import Family
 from coral_core.domain.allocation import AllocationProblem, AllocationResult
 from coral_core.domain.workload import Phase
 from coral_core.solver.program import Solver

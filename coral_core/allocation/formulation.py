@@ -10,54 +10,39 @@ Constraints, by family:
   demand    sum_tr a_ti (x + o)_tr + s_u >= 1                   for each active row i alone in its unit u
   region    sum_t a_ti (x + o)_tr - d_ur >= 0                   for each row i of a pair u, each r
   pair      sum_r d_ur + s_u >= 1                               for each pair u
+  region_demand, redundancy                                     see `guarantees`; v_u in [0, 1]: served, but not after a loss
   on_demand sum over t without spot nodes of a_ti (x + o)_tr + h_i s_u >= h_i     for each active row i with a floor h_i
   floor     sum_tr (x + o)_tr + e_i >= f_i ;  cap  sum_tr (x + o)_tr <= g_i
   budget    sum_tr p_tr (x + o)_tr <= B                         where there is one
-  stage     sum_i e_i <= E ;  sum_u w_u s_u <= W                what earlier stages proved
-Objective, by stage: sum e, then sum w s, then cost + churn. A running instance beside a newcomer is never skipped,
-since it is cheaper, so o + x = nu and the churn is (nu - nu')+ p K.
+  stage     sum_i e_i <= E ;  sum_u w_u (s_u + q v_u) <= W      what earlier stages proved; q = SPARE_WEIGHT
+Objective, by stage: sum e, then sum w (s + q v), then cost + churn + preference. A running instance beside a newcomer is
+never skipped, since it is cheaper, so o + x = nu and the churn is (nu - nu')+ p K.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 import numpy as np
 
 from coral_core.allocation.assess import Assessment
-from coral_core.allocation.columns import Columns
-from coral_core.allocation.coverage import Coverage, Floats, Ints, fraction, weight_unit
+from coral_core.allocation.columns import Columns, useful_instances
+from coral_core.allocation.coverage import SPARE_WEIGHT, Bools, Coverage, Floats, Ints, fraction, weight_unit
+from coral_core.allocation.guarantees import Guarantees, Loss, Zone
+from coral_core.allocation.preferences import real_prices
+from coral_core.allocation.rows import Family, RowKey, Rows, Term, row_scale
 from coral_core.allocation.wide import WideProgram
 from coral_core.domain.allocation import AllocationProblem
-
-_ROW_SCALE_MAX = 1e3
-
-
-class Family(StrEnum):
-    """The named families of constraints."""
-
-    CAPACITY = "capacity"
-    DEMAND = "demand"
-    REGION = "region"
-    PAIR = "pair"
-    FLOOR = "floor"
-    CAP = "cap"
-    BUDGET = "budget"
-    ON_DEMAND = "on_demand"
-    STAGE = "stage"
-
-
-RowKey = tuple[Family, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formulation:
-    """A program with its meaning: `program` has the columns, then s, d, e; `row_scale` turns demand rows into fractions.
+    """A program with its meaning: columns, then s, v, d, e, then those of `guarantees`; `row_scale` turns rows into fractions.
 
     `row_key` names each row: (family, index a, index b): capacity (r, c), demand (i, 0), region (i, place), pair (u, 0),
-    floor (i, 0), cap (i, 0), on_demand (i, 0), budget (0, 0).
+    floor (i, 0), cap (i, 0), on_demand (i, 0), budget (0, 0), region_demand (first row of the unit, r),
+    redundancy (first row of the unit, zone). `shortfall` is the slice of s and v; `exposed` are the units that have a v.
     """
 
     columns: Columns
@@ -69,7 +54,9 @@ class Formulation:
     row_key: tuple[RowKey, ...]
     row_scale: Floats
     units: tuple[tuple[int, ...], ...]
+    exposed: tuple[int, ...]
     floors: tuple[int, ...]
+    guarantees: Guarantees
 
     def full(self) -> WideProgram:
         """Least cost with every weighted demand and every floor met."""
@@ -107,7 +94,7 @@ class Formulation:
             number = np.minimum(rest[at], self.columns.upper[index]) if old else rest[at]
             x[index] = number
             rest[at] -= number.astype(np.int64)
-        x[self.shortfall] = [assessment.missing_frac[unit[0]] for unit in self.units]
+        x[self.shortfall] = self.shortfalls(assessment)
         x[self.shortfall.stop : self.deficit.start] = [
             min(float(frac), 1.0)
             for unit in self.units
@@ -115,7 +102,13 @@ class Formulation:
             for frac in assessment.covered_frac[list(unit)].min(axis=0)
         ]
         x[self.deficit] = [assessment.deficit[i] for i in self.floors]
+        self.guarantees.fill(x)
         return x
+
+    def shortfalls(self, assessment: Assessment) -> list[float]:
+        """The s of every unit and v of those that have one, in a plan."""
+        short = [assessment.unserved_frac[unit[0]] for unit in self.units]
+        return short + [assessment.exposed_frac[self.units[u][0]] for u in self.exposed]
 
     def counts(self, x: Floats, shape: tuple[int, int]) -> Ints:
         """Instances per (template, region) in a solution, rounded to whole numbers."""
@@ -123,37 +116,6 @@ class Formulation:
         number = np.rint(x[: len(self.columns)]).astype(np.int64)
         np.add.at(counts, (self.columns.template, self.columns.region), number)
         return counts
-
-
-class _Rows:
-    """Rows of the program under construction, as coordinates."""
-
-    def __init__(self) -> None:
-        self.row: list[Ints] = []
-        self.column: list[Ints] = []
-        self.value: list[Floats] = []
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-        self.key: list[RowKey] = []
-        self.scale: list[float] = []
-
-    def add(
-        self,
-        key: RowKey,
-        *terms: tuple[Ints, Floats],
-        lower: float = -math.inf,
-        upper: float = math.inf,
-        scale: float = 1.0,
-    ) -> None:
-        """A row of (columns, values) terms, all of it times `scale`."""
-        columns = np.concatenate([term[0] for term in terms])
-        self.row.append(np.full(len(columns), len(self.lower), dtype=np.int64))
-        self.column.append(columns)
-        self.value.append(np.concatenate([term[1] for term in terms]) * scale)
-        self.lower.append(lower * scale)
-        self.upper.append(upper * scale)
-        self.key.append(key)
-        self.scale.append(scale)
 
 
 def formulate(
@@ -171,49 +133,47 @@ def formulate(
     """
     chosen = tuple(range(len(problem.demand))) if rows is None else rows
     units = tuple(unit for unit in coverage.units() if unit[0] in chosen)
+    exposed = tuple(u for u, unit in enumerate(units) if coverage.spare[list(unit)].any())
     floors = tuple(i for i in chosen if problem.demand[i].min_instances > 0)
     n_places = len(problem.regions) * coverage.n_variants
-    n_served = sum(n_places for unit in units if len(unit) > 1)
-    n_s, n_d, n_e = len(units), n_served, len(floors)
-    s, d, e = np.split(len(columns) + np.arange(n_s + n_d + n_e), (n_s, n_s + n_d))
-    n = len(columns) + n_s + n_d + n_e
+    n_pairs = sum(len(unit) > 1 for unit in units)
+    sizes = (len(columns), len(units), len(exposed), n_pairs * n_places, len(floors))
+    starts = np.cumsum((0, *sizes))
+    _, s, v, d, e = (np.arange(start, start + size) for start, size in zip(starts, sizes, strict=False))
     entered = _entered(problem, coverage, columns, capped=capped)
-    built = _Rows()
+    built = Rows(n=int(starts[-1]))
+    guarantees = Guarantees(rows=built)
     if capacity:
         _add_capacity(built, problem, columns)
         _add_budget(built, problem, columns)
     place = coverage.place(columns.template, columns.region)
-    _add_demand(built, units, entered, place, s, d.reshape(-1, n_places) if n_d else d)
+    served = dict(zip((unit for unit in units if len(unit) > 1), d.reshape(n_pairs, n_places), strict=True))
+    _add_demand(built, units=units, entered=entered, place=place, s=s, served=served)
     steady = ~coverage.spot_of[columns.template]
+    _add_on_demand(built, problem, units=units, entered=entered, steady=steady, s=s)
+    useful = _jointly_useful(problem, coverage, columns, capped=capped) if exposed else np.zeros(0)
     for u, unit in enumerate(units):
-        for i in unit:
-            floor = problem.demand[i].on_demand_frac
-            if floor > 0:
-                kept = steady[entered[i][0]]
-                index, frac = entered[i][0][kept], entered[i][1][kept]
-                let_off = (s[[u]], np.full(1, floor))
-                scale = _scale(np.append(frac, floor))
-                built.add((Family.ON_DEMAND, i, 0), (index, frac), let_off, lower=floor, scale=scale)
-    for i in chosen:
-        row, index = problem.demand[i], entered[i][0]
-        if i in floors:
-            missing = e[[floors.index(i)]]
-            terms = ((index, np.ones(len(index))), (missing, np.ones(1)))
-            built.add((Family.FLOOR, i, 0), *terms, lower=row.min_instances)
-        if row.max_instances is not None:
-            built.add((Family.CAP, i, 0), (index, np.ones(len(index))), upper=row.max_instances)
-    weight_of_one = weight_unit(problem)
-    weight = np.zeros(n)
-    weight[s] = [math.fsum(problem.demand[i].weight for i in unit) / weight_of_one for unit in units]
-    built.add((Family.STAGE, 0, 0), (e, np.ones(n_e)))
-    built.add((Family.STAGE, 1, 0), (s, weight[s]))
-    cost = np.concatenate((columns.price_usd_per_h, np.zeros(n_s + n_d + n_e)))
+        fracs = dict(coverage.region_fracs[unit[0]])
+        if fracs or u in exposed:
+            split = bool(fracs) or len(unit) > 1
+            zones = _zones(
+                coverage, columns, unit, entered=entered, served=served.get(unit), useful=useful, split=split
+            )
+            guarantees.add(unit, zones, fracs, int(s[u]), int(v[exposed.index(u)]) if u in exposed else None)
+    _add_floors_and_caps(built, problem, chosen=chosen, floors=floors, entered=entered, e=e)
+    weight = np.zeros(built.n)
+    weight[s] = [math.fsum(problem.demand[i].weight for i in unit) / weight_unit(problem) for unit in units]
+    weight[v] = weight[s[list(exposed)]] * SPARE_WEIGHT
+    built.add((Family.STAGE, 0, 0), Term.of(e))
+    short = np.concatenate((s, v))
+    built.add((Family.STAGE, 1, 0), Term(column=short, value=weight[short]))
+    cost = np.zeros(built.n)
+    cost[: len(columns)] = columns.price_usd_per_h
+    most_missing = np.array([float(problem.demand[i].min_instances) for i in floors])
     program = WideProgram.from_entries(
         objective=cost,
-        upper=np.concatenate(
-            (columns.upper, np.ones(n_s + n_d), np.array([problem.demand[i].min_instances for i in floors]))
-        ),
-        integer=np.arange(n) < len(columns),
+        upper=np.concatenate((columns.upper, np.ones(sum(sizes[1:4])), most_missing, *built.added_upper)),
+        integer=np.concatenate((np.arange(starts[-1]) < len(columns), np.array(built.added_integer, dtype=bool))),
         n_wide=len(columns),
         row=np.concatenate(built.row),
         column=np.concatenate(built.column),
@@ -226,63 +186,149 @@ def formulate(
         program=program,
         cost_usd_per_h=cost,
         weight=weight,
-        shortfall=slice(len(columns), len(columns) + n_s),
-        deficit=slice(n - n_e, n),
+        shortfall=slice(int(starts[1]), int(starts[3])),
+        deficit=slice(int(starts[4]), int(starts[5])),
         row_key=tuple(built.key),
         row_scale=np.array(built.scale),
         units=units,
+        exposed=exposed,
         floors=floors,
+        guarantees=guarantees,
     )
 
 
-def _add_capacity(built: _Rows, problem: AllocationProblem, columns: Columns) -> None:
+def _add_capacity(built: Rows, problem: AllocationProblem, columns: Columns) -> None:
     for r in range(len(problem.regions)):
         here = np.flatnonzero(columns.region == r)
         used = problem.templates.nodes[columns.template[here]]
         for c in np.flatnonzero((used > 0).any(axis=0)):
             some = used[:, c] > 0
-            term = (here[some], used[some, c].astype(np.float64))
+            term = Term(column=here[some], value=used[some, c].astype(np.float64))
             built.add((Family.CAPACITY, r, int(c)), term, upper=float(problem.available[r, c]))
 
 
-def _add_budget(built: _Rows, problem: AllocationProblem, columns: Columns) -> None:
+def _add_budget(built: Rows, problem: AllocationProblem, columns: Columns) -> None:
     budget = problem.options.budget_usd_per_h
     if budget is None:
         return
-    rent = np.where(columns.old, columns.price_usd_per_h, columns.price_usd_per_h / (1 + problem.churn_k))
+    rent = (problem.templates.nodes[columns.template] * real_prices(problem)[columns.region]).sum(axis=1)
     scale = 1 / budget if budget > 0 else 1.0
-    built.add((Family.BUDGET, 0, 0), (np.arange(len(columns)), rent), upper=budget, scale=scale)
+    built.add((Family.BUDGET, 0, 0), Term(column=np.arange(len(columns)), value=rent), upper=budget, scale=scale)
 
 
 def _add_demand(
-    built: _Rows,
+    built: Rows,
+    *,
     units: tuple[tuple[int, ...], ...],
     entered: dict[int, tuple[Ints, Floats]],
     place: Ints,
-    *variables: Ints,
+    s: Ints,
+    served: dict[tuple[int, ...], Ints],
 ) -> None:
-    """Demand rows, or region and pair rows; a row's largest coefficient is brought to 1, beside which solvers' tolerances are small."""
-    s, d = variables
-    pair = 0
+    """Demand rows, or region and pair rows."""
     for u, unit in enumerate(units):
-        missing = (s[[u]], np.ones(1))
+        missing = Term.of(s[[u]])
         if len(unit) == 1:
             index, frac = entered[unit[0]]
-            built.add((Family.DEMAND, unit[0], 0), (index, frac), missing, lower=1.0, scale=_scale(frac))
+            row = Term(column=index, value=frac).plus(missing)
+            built.add((Family.DEMAND, unit[0], 0), row, lower=1.0, scale=row_scale(frac))
             continue
+        d = served[unit]
         for i in unit:
             index, frac = entered[i]
-            for r in range(d.shape[1]):
+            for r in range(len(d)):
                 here = place[index] == r
-                served = (d[pair, [r]], -np.ones(1))
-                built.add((Family.REGION, i, r), (index[here], frac[here]), served, lower=0.0, scale=_scale(frac[here]))
-        built.add((Family.PAIR, u, 0), (d[pair], np.ones(d.shape[1])), missing, lower=1.0)
-        pair += 1
+                row = Term(column=index[here], value=frac[here]).plus(Term.of(d[[r]], -1.0))
+                built.add((Family.REGION, i, r), row, lower=0.0, scale=row_scale(frac[here]))
+        built.add((Family.PAIR, u, 0), Term.of(d).plus(missing), lower=1.0)
 
 
-def _scale(frac: Floats) -> float:
-    largest = float(frac.max(initial=0.0))
-    return min(1.0 / largest, _ROW_SCALE_MAX) if largest > 0 else 1.0
+def _add_on_demand(
+    built: Rows,
+    problem: AllocationProblem,
+    *,
+    units: tuple[tuple[int, ...], ...],
+    entered: dict[int, tuple[Ints, Floats]],
+    steady: Bools,
+    s: Ints,
+) -> None:
+    for u, unit in enumerate(units):
+        for i in unit:
+            floor = problem.demand[i].on_demand_frac
+            if floor > 0:
+                kept = steady[entered[i][0]]
+                row = Term(column=entered[i][0][kept], value=entered[i][1][kept]).plus(Term.of(s[[u]], floor))
+                built.add((Family.ON_DEMAND, i, 0), row, lower=floor, scale=row_scale(row.value))
+
+
+def _add_floors_and_caps(
+    built: Rows,
+    problem: AllocationProblem,
+    *,
+    chosen: tuple[int, ...],
+    floors: tuple[int, ...],
+    entered: dict[int, tuple[Ints, Floats]],
+    e: Ints,
+) -> None:
+    for i in chosen:
+        row, instances = problem.demand[i], Term.of(entered[i][0])
+        if i in floors:
+            missing = Term.of(e[[floors.index(i)]])
+            built.add((Family.FLOOR, i, 0), instances.plus(missing), lower=row.min_instances)
+        if row.max_instances is not None:
+            built.add((Family.CAP, i, 0), instances, upper=row.max_instances)
+
+
+def _jointly_useful(problem: AllocationProblem, coverage: Coverage, columns: Columns, *, capped: bool) -> Floats:
+    """(columns,): of those of its group and throughput, more than so many together are never of use."""
+    if not capped:  # prices take the plan as it is
+        return np.full(len(columns), max(float(columns.upper.sum()), 1.0))
+    return useful_instances(problem, coverage)[columns.template].astype(np.float64)
+
+
+def _zones(
+    coverage: Coverage,
+    columns: Columns,
+    unit: tuple[int, ...],
+    *,
+    entered: dict[int, tuple[Ints, Floats]],
+    served: Ints | None,
+    useful: Floats,
+    split: bool,
+) -> list[Zone]:
+    """The zones of a unit: places of a pair, regions where some are asked for, else all in one."""
+    place = coverage.place(columns.template, columns.region) if served is not None else columns.region
+    group = coverage.group_of[columns.template]
+    spare = coverage.spare[list(unit)].any()
+    used: list[int] = np.unique(np.concatenate([place[entered[i][0]] for i in unit])).tolist()
+    zones = []
+    for z in used if split else (None,):
+        here = {i: _where(entered[i], None if z is None else place == z) for i in unit}
+        terms = {i: Term(column=index, value=frac) for i, (index, frac) in here.items()}
+        losses = []
+        kinds = {tuple(k for k in g.rows if k in unit) for g in coverage.groups} if spare else set[tuple[int, ...]]()
+        for kind in sorted(kinds - {()}):
+            if not coverage.spare[list(kind)].any() and len(kind) == 1:
+                continue
+            of_kind = [g for g, own in enumerate(coverage.groups) if tuple(k for k in own.rows if k in unit) == kind]
+            fracs = {i: _where(here[i], np.isin(group, of_kind)) for i in kind}
+            index = fracs[kind[0]][0]
+            if len(index):
+                frac_by_row = {i: frac for i, (_, frac) in fracs.items()}
+                loss = Loss(columns=index, group=group[index], most=useful[index], frac_by_row=frac_by_row)
+                losses.append(loss)
+        own = terms[unit[0]] if z is None or served is None else Term.of(served[[z]])
+        region = z if z is None or served is None else z // coverage.n_variants
+        zones.append(Zone(region=region, rows=terms, served=own, losses=tuple(losses)))
+    return zones
+
+
+def _where(entered: tuple[Ints, Floats], columns: Bools | None) -> tuple[Ints, Floats]:
+    index, frac = entered
+    if columns is None:
+        return entered
+    kept = columns[index]
+    return index[kept], frac[kept]
 
 
 def _entered(

@@ -9,6 +9,7 @@ import numpy as np
 from coral_core.allocation.assess import running_instances
 from coral_core.allocation.columns import Columns, useful_instances
 from coral_core.allocation.coverage import Coverage, Floats, Group, Ints
+from coral_core.allocation.preferences import counted_usd_per_h
 from coral_core.allocation.reduce import excluded, price_front
 from coral_core.domain.allocation import AllocationProblem
 
@@ -17,7 +18,7 @@ _CHUNK_ROWS = 2_048
 
 
 def rent_usd_per_h(problem: AllocationProblem) -> Floats:
-    """(templates, regions): price of one instance, infinite where the region cannot hold it or it is excluded."""
+    """(templates, regions): real price of one instance, infinite where the region cannot hold it or it is excluded."""
     nodes, price = problem.templates.nodes, np.nan_to_num(problem.price_usd_per_h).T
     rent = np.empty((len(nodes), len(problem.regions)))
     most = np.zeros(nodes.shape[1], dtype=np.int64)
@@ -38,13 +39,15 @@ def rent_usd_per_h(problem: AllocationProblem) -> Floats:
 class Fronts:
     """Picks columns by block of demand rows.
 
-    `rent_usd_per_h` (templates, regions) is infinite where an instance does not fit; `new_usd_per_h` has churn in it, and
+    `rent_usd_per_h` (templates, regions), as preferences count it, is infinite where an instance does not fit; `start_usd_per_h`
+    is what a new one costs besides; `new_usd_per_h` has both in it, and
     both that and `old_usd_per_h` the toll, if any, that stands for what the nodes are worth elsewhere. `useful` (templates,): see `useful_instances`.
     """
 
     problem: AllocationProblem
     coverage: Coverage
     rent_usd_per_h: Floats
+    start_usd_per_h: Floats | float
     new_usd_per_h: Floats
     old_usd_per_h: Floats
     useful: Ints
@@ -52,13 +55,16 @@ class Fronts:
     @classmethod
     def of(cls, problem: AllocationProblem, coverage: Coverage) -> Fronts:
         """Price all templates in all regions, without a toll."""
-        rent = rent_usd_per_h(problem)
-        new = rent * (1 + problem.churn_k) if problem.churn_k > 0 else rent
+        real = rent_usd_per_h(problem)
+        rent = np.where(np.isfinite(real), counted_usd_per_h(problem), np.inf) if problem.preferences else real
+        start = real * problem.churn_k if problem.churn_k > 0 else 0.0
+        new = rent + start if problem.churn_k > 0 else rent
         useful = useful_instances(problem, coverage)
         return cls(
             problem=problem,
             coverage=coverage,
             rent_usd_per_h=rent,
+            start_usd_per_h=start,
             new_usd_per_h=new,
             old_usd_per_h=rent,
             useful=useful,
@@ -66,7 +72,7 @@ class Fronts:
 
     def with_toll(self, toll_usd_per_h: Floats) -> Fronts:
         """The same with a toll (templates, regions) on every instance."""
-        new = self.rent_usd_per_h * (1 + self.problem.churn_k) + toll_usd_per_h
+        new = self.rent_usd_per_h + self.start_usd_per_h + toll_usd_per_h
         return replace(self, new_usd_per_h=new, old_usd_per_h=self.rent_usd_per_h + toll_usd_per_h)
 
     def columns(self, rows: tuple[int, ...], *, by_region: bool) -> Columns:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from coral_core.allocation.explain import AllocationExplanation, explain_allocation
-from coral_core.allocation.formulation import Family
 from coral_core.allocation.ilp import solve_allocation
+from coral_core.allocation.rows import Family
 from coral_core.domain.allocation import AllocationProblem, AllocationResult
 from coral_core.solver.program import Solver
 

@@ -84,7 +84,6 @@ def counts_of(problem: AllocationProblem, result: AllocationResult) -> Ints:
 def _at_plan(formulation: Formulation, plan: Assessment) -> WideProgram:
     """The cost program with shortfall and floor deficit no greater than the plan's, row by row."""
     upper = formulation.program.upper.copy()
-    missing = np.array([plan.missing_frac[unit[0]] for unit in formulation.units])
-    upper[formulation.shortfall] = missing + DEMAND_TOLERANCE_FRAC
+    upper[formulation.shortfall] = np.array(formulation.shortfalls(plan)) + DEMAND_TOLERANCE_FRAC
     upper[formulation.deficit] = [plan.deficit[i] for i in formulation.floors]
     return replace(formulation.program, objective=formulation.cost_usd_per_h, upper=upper)

@@ -5,8 +5,8 @@ a row's demand is lowered to what could be covered at all, and its weight by the
 that, so every plan's weighted shortfall changes by the same constant. Each node of configuration c adds at most
 max(T / nodes of the template) over the templates that use c.
 
-Condition: the row has its shortfall to itself (not paired by `pd_same_region`) and asks for no on-demand floor, whose
-parts are fractions of the demand.
+Condition: the row has its shortfall to itself (not paired by `pd_same_region`) and asks for no on-demand floor, no spare and
+no service in a certain region, which are fractions of the demand too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def within_reach(problem: AllocationProblem, coverage: Coverage) -> AllocationPr
     per_node = problem.templates.throughput / problem.templates.nodes.sum(axis=1)
     demand = list(problem.demand)
     for i in sorted(alone):
-        if demand[i].on_demand_frac > 0:
+        if demand[i].on_demand_frac > 0 or coverage.guaranteed[i]:
             continue
         best = np.zeros(len(problem.configs))
         for group in coverage.groups:

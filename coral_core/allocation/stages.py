@@ -17,7 +17,8 @@ import numpy as np
 
 from coral_core.allocation.assess import Assessment, assess
 from coral_core.allocation.coverage import Coverage, Floats, Ints, weight_unit
-from coral_core.allocation.formulation import Family, Formulation
+from coral_core.allocation.formulation import Formulation
+from coral_core.allocation.rows import COVERING
 from coral_core.allocation.wide import DIRECT_COLUMNS, Effort, WideProgram, relax, solve_wide
 from coral_core.domain.allocation import AllocationProblem
 from coral_core.solver.program import Solver
@@ -150,8 +151,7 @@ class StagedSolve:
 
     def _raised(self, program: WideProgram, margin_frac: float) -> WideProgram:
         """`program` with every demand `margin_frac` higher than it is."""
-        kinds = (Family.DEMAND, Family.REGION, Family.PAIR, Family.ON_DEMAND)
-        raised = np.array([margin_frac if key[0] in kinds else 0.0 for key in self.formulation.row_key])
+        raised = np.array([margin_frac if key[0] in COVERING else 0.0 for key in self.formulation.row_key])
         return replace(program, row_lower=program.row_lower + raised * self.formulation.row_scale)
 
     def _relaxed_service(self, effort: Effort) -> tuple[Ints, bool]:

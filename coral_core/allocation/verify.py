@@ -12,6 +12,7 @@ from coral_core.errors import SolverError
 _FRAC_TOLERANCE = 2e-9
 _COST_TOLERANCE = 1e-9
 _BUDGET_TOLERANCE = 1e-8
+_SPARE_WEIGHT = 0.1
 
 
 class PlanViolationError(SolverError):
@@ -24,7 +25,8 @@ def verify_allocation(problem: AllocationProblem, result: AllocationResult) -> N
     """Raise PlanViolationError unless the plan respects every limit and states its cost, shortfall and bound rightly.
 
     Checked: names and counts, capacity per region and configuration, exclusions, budget, caps, floors and their deficit, shortfall of every
-    row (by one variant in one region where that is on), cost, churn, bound <= objective, and the status against the gap.
+    row (by one variant in one region where that is on, in the regions asked for, without spot nodes as far as asked for) and how much of it is
+    missing redundancy alone, cost, churn, preferences, bound <= objective, and the status against the gap.
     """
     held = _counts(problem, result)
     _check_capacity(problem, held)
@@ -86,24 +88,64 @@ def _enters(model: str, phase: Phase, row: DemandRow) -> bool:
 def _check_rows(problem: AllocationProblem, result: AllocationResult, held: dict[tuple[int, int], int]) -> None:
     if len(result.shortfall) != len(problem.demand):
         raise PlanViolationError(f"{len(result.shortfall)} entries for {len(problem.demand)} rows", where="shortfall")
-    templates = problem.templates
-    covered: list[dict[tuple[int, str], float]] = [defaultdict(float) for _ in problem.demand]
-    apart = problem.options.pd_same_region and templates.variants is not None
     for i, row in enumerate(problem.demand):
-        instances = 0
+        templates = problem.templates
+        inside = (n for (t, _), n in held.items() if _enters(templates.models[t], templates.phases[t], row))
+        _check_bounds(result, i, row, sum(inside))
+    for i, row in enumerate(problem.demand):
+        _check_shortfall(result, i, row, *_missing(problem, held, i))
+
+
+def _missing(problem: AllocationProblem, held: dict[tuple[int, int], int], i: int) -> tuple[float, float]:
+    """What counts as missing of the row, and the part of that which is missing redundancy."""
+    if not _asks(problem.demand[i]):
+        return 0.0, 0.0
+    together = [i, *_partners(problem, i)]
+    floor = 1.0 - _floor_met(problem, held, i)
+    now = max(0.0, floor, 1.0 - _served(problem, held, together))
+    after = now
+    for (t, r), count in held.items():
+        kind = (problem.templates.models[t], problem.templates.phases[t])
+        if any(problem.demand[k].spare_instances and _enters(*kind, problem.demand[k]) for k in together):
+            after = max(after, 1.0 - _served(problem, {**held, (t, r): count - 1}, together))
+    spare = _SPARE_WEIGHT * (after - now)
+    return now + spare, spare
+
+
+def _partners(problem: AllocationProblem, i: int) -> list[int]:
+    """The other phase's row of a model whose phases are served together."""
+    row = problem.demand[i]
+    if not problem.options.pd_same_region or row.phase is Phase.AGGREGATED:
+        return []
+    return [k for k, other in enumerate(problem.demand) if other.model == row.model and k != i and _asks(other)]
+
+
+def _served(problem: AllocationProblem, held: dict[tuple[int, int], int], together: list[int]) -> float:
+    """The fraction of demand that `held` serves of rows which are served together."""
+    templates = problem.templates
+    apart = problem.options.pd_same_region and templates.variants is not None
+    covered: list[dict[tuple[int, str], float]] = []
+    for row in (problem.demand[k] for k in together):
+        own: dict[tuple[int, str], float] = defaultdict(float)
         for (t, r), count in held.items():
-            if not _enters(templates.models[t], templates.phases[t], row):
-                continue
-            instances += count
-            demand = row.requests_per_s if templates.phases[t] is Phase.AGGREGATED else row.tokens_per_s
-            if _asks(row):
+            if _enters(templates.models[t], templates.phases[t], row):
+                demand = row.requests_per_s if templates.phases[t] is Phase.AGGREGATED else row.tokens_per_s
                 assert demand is not None
                 variant = templates.variants[t] if apart and templates.variants is not None else ""
-                covered[i][r, variant] += float(templates.throughput[t]) * count / demand
-        _check_bounds(result, i, row, instances)
-    for i, row in enumerate(problem.demand):
-        missing = max(0.0, 1.0 - min(_served(problem, covered, i), _floor_met(problem, held, i))) if _asks(row) else 0.0
-        _check_shortfall(result, i, row, missing)
+                own[r, variant] += float(templates.throughput[t]) * count / demand
+        covered.append(own)
+    by_region: dict[str, float] = defaultdict(float)
+    for place in covered[0]:
+        by_region[problem.regions[place[0]]] += min(own.get(place, 0.0) for own in covered)
+    asked: dict[str, float] = defaultdict(float)
+    for k in together:
+        for region, frac in problem.demand[k].region_fracs:
+            asked[region] = max(asked[region], frac)
+    # each region's own part first; what it has beyond that, and the other regions, serve the rest
+    whole = max(1.0, math.fsum(asked.values()))
+    inside = math.fsum(min(by_region[region], frac / whole) for region, frac in asked.items())
+    beyond = math.fsum(max(0.0, served - asked[region] / whole) for region, served in by_region.items())
+    return inside + min(beyond, max(0.0, 1.0 - math.fsum(asked.values()) / whole))
 
 
 def _asks(row: DemandRow) -> bool:
@@ -118,18 +160,6 @@ def _check_bounds(result: AllocationResult, i: int, row: DemandRow, instances: i
             f"{instances} instances, at least {row.min_instances}, stated deficit {result.floor_deficit.get(i, 0)}",
             where=f"floor_deficit[{i}]",
         )
-
-
-def _served(problem: AllocationProblem, covered: list[dict[tuple[int, str], float]], i: int) -> float:
-    row = problem.demand[i]
-    partner = None
-    if problem.options.pd_same_region and row.phase is not Phase.AGGREGATED:
-        partner = next(
-            (k for k, other in enumerate(problem.demand) if other.model == row.model and k != i and _asks(other)), None
-        )
-    if partner is None:
-        return math.fsum(covered[i].values())
-    return math.fsum(min(own, covered[partner].get(place, 0.0)) for place, own in covered[i].items())
 
 
 def _floor_met(problem: AllocationProblem, held: dict[tuple[int, int], int], i: int) -> float:
@@ -151,12 +181,14 @@ def _floor_met(problem: AllocationProblem, held: dict[tuple[int, int], int], i: 
     return met
 
 
-def _check_shortfall(result: AllocationResult, i: int, row: DemandRow, missing: float) -> None:
+def _check_shortfall(result: AllocationResult, i: int, row: DemandRow, missing: float, spare: float) -> None:
     stated, where = result.shortfall[i], f"shortfall[{i}]"
     if (stated.model, stated.phase) != (row.model, row.phase):
         raise PlanViolationError(f"stands for {stated.model} {stated.phase}, not {row.model} {row.phase}", where=where)
     if not abs(stated.frac - missing) <= _FRAC_TOLERANCE:
         raise PlanViolationError(f"fraction {stated.frac} stated, {missing} found", where=where)
+    if not abs(stated.spare_frac - spare) <= _FRAC_TOLERANCE:
+        raise PlanViolationError(f"missing redundancy {stated.spare_frac} stated, {spare} found", where=where)
     for name in ("tokens_per_s", "requests_per_s"):
         demand, short = getattr(row, name), getattr(stated, name)
         if (demand is None) != (short is None):
@@ -169,7 +201,7 @@ def _check_cost(problem: AllocationProblem, result: AllocationResult, held: dict
     runs: dict[tuple[str, str], int] = defaultdict(int)
     for item in problem.running:
         runs[item.template, item.region] += item.count
-    cost = churn = 0.0
+    cost = churn = counted = 0.0
     for (t, r), count in held.items():
         price = sum(
             nodes * float(problem.price_usd_per_h[r, c])
@@ -177,17 +209,36 @@ def _check_cost(problem: AllocationProblem, result: AllocationResult, held: dict
             if nodes
         )
         cost += price * count
+        counted += _counted(problem, t, r) * count
         churn += max(0, count - runs[problem.templates.ids[t], problem.regions[r]]) * price * problem.churn_k
-    for name, stated, found in (("cost", result.cost_usd_per_h, cost), ("churn", result.churn_usd_per_h, churn)):
-        if not abs(stated - found) <= _COST_TOLERANCE * max(1.0, found):
+    for name, stated, found in (
+        ("cost", result.cost_usd_per_h, cost),
+        ("churn", result.churn_usd_per_h, churn),
+        ("preference", result.preference_usd_per_h, counted - cost),
+    ):
+        if not abs(stated - found) <= _COST_TOLERANCE * max(1.0, cost, counted, churn):
             raise PlanViolationError(f"{stated} USD/h stated, {found} found", where=f"{name}_usd_per_h")
     budget = problem.options.budget_usd_per_h
     if budget is not None and not cost <= budget * (1 + _BUDGET_TOLERANCE):
         raise PlanViolationError(f"{cost} USD/h, the budget is {budget}", where="options.budget_usd_per_h")
-    objective = cost + churn
+    objective = counted + churn
     if not 0 <= result.bound_usd_per_h <= objective + _COST_TOLERANCE * max(1.0, objective):
         raise PlanViolationError(
             f"bound {result.bound_usd_per_h} USD/h, objective {objective}", where="bound_usd_per_h"
         )
     if result.status is AllocationStatus.OPTIMAL and not result.gap_frac <= problem.options.gap_frac + _COST_TOLERANCE:
         raise PlanViolationError(f"optimal is stated at a gap of {result.gap_frac}", where="status")
+
+
+def _counted(problem: AllocationProblem, t: int, r: int) -> float:
+    """What an instance counts by the preferences, node by node."""
+    total = 0.0
+    for c, nodes in enumerate(problem.templates.nodes[t].tolist()):
+        price = nodes * float(problem.price_usd_per_h[r, c]) if nodes else 0.0
+        for item in problem.preferences:
+            named = (item.model, item.config, item.region)
+            is_so = (problem.templates.models[t], problem.configs[c], problem.regions[r])
+            if all(name in (None, own) for name, own in zip(named, is_so, strict=True)):
+                price *= item.price_factor
+        total += price
+    return total

@@ -17,6 +17,7 @@ from coral_core.domain.allocation import (
     AllocationResult,
     DemandRow,
     Exclusion,
+    Preference,
     Running,
     Shortfall,
     TemplateColumns,
@@ -58,6 +59,8 @@ class _Demand(_Strict):
     min_instances: Count = 0
     max_instances: Count | None = None
     on_demand_frac: Annotated[float, Field(ge=0, le=1)] = 0.0
+    spare_instances: Annotated[int, Field(ge=0, le=1)] = 0
+    region_fracs: dict[Name, Annotated[float, Field(ge=0, le=1)]] = {}
 
 
 class _Running(_Strict):
@@ -70,6 +73,10 @@ class _Exclusion(_Strict):
     model: Name | None = None
     config: Name | None = None
     region: Name | None = None
+
+
+class _Preference(_Exclusion):
+    price_factor: Annotated[float, Field(gt=0, le=1e15)]
 
 
 class _Options(_Strict):
@@ -87,6 +94,7 @@ class _Problem(_Strict):
     demand: list[_Demand]
     running: list[_Running] = []
     exclusions: list[_Exclusion] = []
+    preferences: list[_Preference] = []
     spot_configs: list[Name] = []
     churn_k: Amount = 0.0
     options: _Options = _Options()
@@ -128,11 +136,14 @@ def _problem(item: object) -> AllocationProblem:
         price_usd_per_h=_table(data, regions, configs, "price_usd_per_h", missing=float("nan")),
         templates=_columns(data.templates, configs),
         demand=tuple(
-            DemandRow(**{**row.model_dump(), "phase": Phase(row.phase)})  # the same names on both sides
+            DemandRow(  # the same names on both sides
+                **{**row.model_dump(), "phase": Phase(row.phase), "region_fracs": tuple(row.region_fracs.items())}
+            )
             for row in data.demand
         ),
         running=tuple(Running(template=x.template, region=x.region, count=x.count) for x in data.running),
         exclusions=tuple(Exclusion(**item.model_dump()) for item in data.exclusions),
+        preferences=tuple(Preference(**item.model_dump()) for item in data.preferences),
         spot_configs=tuple(data.spot_configs),
         churn_k=data.churn_k,
         options=AllocationOptions(**data.options.model_dump()),
@@ -189,7 +200,8 @@ def _throughput(index: int, template: _Template) -> float:
 def allocation_result_to_json(result: AllocationResult) -> dict[str, Any]:
     """The answer as a JSON object; `shortfall` has one entry per demand row in order, zero fractions included.
 
-    `floor_deficit` is there only where a floor could not be met: row index, model, phase, instances missing.
+    `floor_deficit` is there only where a floor could not be met: row index, model, phase, instances missing;
+    `preference_usd_per_h` and a row's `spare_frac` only where they are not zero.
     """
     answer: dict[str, Any] = {
         "status": result.status.value,
@@ -203,6 +215,8 @@ def allocation_result_to_json(result: AllocationResult) -> dict[str, Any]:
         ],
         "shortfall": [_shortfall(item) for item in result.shortfall],
     }
+    if result.preference_usd_per_h:
+        answer["preference_usd_per_h"] = result.preference_usd_per_h
     if result.floor_deficit:
         answer["floor_deficit"] = _deficit(result.floor_deficit, result.shortfall)
     return answer
@@ -210,7 +224,8 @@ def allocation_result_to_json(result: AllocationResult) -> dict[str, Any]:
 
 def _shortfall(item: Shortfall) -> dict[str, Any]:
     unit = "requests_per_s" if item.phase is Phase.AGGREGATED else "tokens_per_s"
-    return {"model": item.model, "phase": item.phase.value, unit: getattr(item, unit), "frac": item.frac}
+    stated = {"model": item.model, "phase": item.phase.value, unit: getattr(item, unit), "frac": item.frac}
+    return stated | ({"spare_frac": item.spare_frac} if item.spare_frac else {})
 
 
 def _deficit(deficit: Mapping[int, int], rows: tuple[Shortfall, ...]) -> list[dict[str, Any]]:
