@@ -41,7 +41,11 @@ Stored = TypeVar("Stored", bound=BaseModel)
 
 
 class Outcome(StrEnum):
-    """How a run ended; `planned`: it was to change nothing; `unfinished`: it has not ended, or has died."""
+    """How a run ended.
+
+    `planned`: it was to change nothing. `declined`, `unanswered`: nobody approved. `outdated`: approved too late.
+    `unfinished`: it has not ended, or has died. `interrupted`: it had died, and another run went on.
+    """
 
     PLANNED = "planned"
     CONVERGED = "converged"
@@ -53,6 +57,7 @@ class Outcome(StrEnum):
     UNANSWERED = "unanswered"
     OUTDATED = "outdated"
     UNFINISHED = "unfinished"
+    INTERRUPTED = "interrupted"
 
 
 class FleetIdentity(BaseModel):

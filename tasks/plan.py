@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from artifacts.library import LibrarySnapshot
 from artifacts.templates import row_to_template, template_columns
 from coral_core.allocation import explain_allocation, homo, homo_joint, solve_allocation, why_not
-from coral_core.allocation.baselines.cauchy import cauchy
+from coral_core.allocation.baselines.cauchy import UnsupportedFamilyError, cauchy
 from coral_core.config.allocation_file import allocation_result_to_json
 from coral_core.config.resolve import ResolvedScenario, allocation_problem
 from coral_core.config.spot import with_spot_twins
@@ -65,24 +65,33 @@ def make_plan(
     fleet: str,
     now: datetime,
     running: Sequence[Running] = (),
+    adjust: Callable[[AllocationProblem], AllocationProblem] | None = None,
+    notes: Sequence[str] = (),
+    inputs: Mapping[str, Any] | None = None,
 ) -> PlanOutcome:
     """The cheapest plan of a scenario from a library snapshot, verified, beside the baselines.
 
+    `adjust` puts what was observed into the scenario's problem; `notes` and `inputs` go into the plan and its decision.
     Raises DataGapError where the snapshot lacks a model, variant, phase or SLO of the scenario.
     """
     rows = scenario_templates(resolved, snapshot)
     columns = template_columns(rows, [config.name for config in resolved.configs])
     problem = allocation_problem(resolved, columns, running)
+    if adjust is not None:
+        problem = adjust(problem)
     result = solve_allocation(problem)
-    baselines = {name: solve(problem) for name, solve in BASELINES.items()}
+    baselines, left_out = _baselines(problem)
     templates = templates_by_id(rows, chosen_templates([result, *baselines.values()]))
     plan = plan_document(resolved, problem, result, templates, snapshot, fleet=fleet, now=now)
+    plan["notes"] = [*plan["notes"], *notes]
     decision = {
         **input_record(resolved, snapshot, problem),
         "capacity_sources": sorted(set(rows["source"].to_pylist())),
         "statistics": dict(result.statistics),
         "baselines": {name: allocation_result_to_json(baseline) for name, baseline in baselines.items()},
+        "baselines_left_out": left_out,
         "explanation": explanation_document(explain_allocation(problem, result)),
+        **(inputs or {}),
     }
     return PlanOutcome(
         problem=problem,
@@ -92,6 +101,18 @@ def make_plan(
         decision=decision,
         report_md=plan_markdown(plan, decision),
     )
+
+
+def _baselines(problem: AllocationProblem) -> tuple[dict[str, AllocationResult], dict[str, str]]:
+    """The answers of the baselines, and why others have none: they cannot keep what the problem asks for."""
+    answers: dict[str, AllocationResult] = {}
+    left_out: dict[str, str] = {}
+    for name, solve in BASELINES.items():
+        try:
+            answers[name] = solve(problem)
+        except UnsupportedFamilyError as error:
+            left_out[name] = error.what
+    return answers, left_out
 
 
 def scenario_templates(resolved: ResolvedScenario, snapshot: LibrarySnapshot) -> pa.Table:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from coral_core.errors import InputError
 
+ProviderName = Literal["fake", "aws", "gcp"]
+
 
 class Settings(BaseSettings):
-    """`CORAL_STORE`, `CORAL_MODELS`, `CORAL_RAY_ADDRESS`, `CORAL_FLEET`: all have working defaults."""
+    """`CORAL_STORE`, `CORAL_FLEET`, `CORAL_PROVIDER` and so on: all that planning needs has working defaults."""
 
     model_config = SettingsConfigDict(env_prefix="CORAL_", extra="ignore", frozen=True)
 
@@ -19,6 +22,18 @@ class Settings(BaseSettings):
     models: Path = Field(default=Path(".coral/models"), description="folder of the models added by the user")
     ray_address: str = Field(default="local", description="`local`, or host:port of a Ray cluster's head")
     fleet: str = Field(default="default", pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=32)
+    notify: str = Field(default="", description="told of failures: an http(s) URL, or type/name of a Prefect block")
+    provider: ProviderName = Field(default="fake", description="where nodes are rented; `fake` rehearses in a folder")
+    rehearsal: Path = Field(default=Path(".coral/rehearsal"), description="folder of the provider `fake`")
+    max_nodes: int | None = Field(default=None, ge=0, description="nodes that no run may go beyond")
+    max_usd_per_h: float | None = Field(default=None, ge=0, allow_inf_nan=False, description="the same for the cost")
+    aws_launch_template: str = Field(default="coral-node", description="name of the launch template in every region")
+    aws_profile: str | None = Field(default=None, description="profile of the AWS credentials")
+    aws_home_region: str = Field(default="us-east-1", description="asked where no region is meant in particular")
+    aws_subnets: dict[str, str] = Field(default={}, description="JSON: subnet by zone; default: the default network")
+    gcp_project: str = Field(default="", description="project of the provider `gcp`")
+    gcp_instance_template: str = Field(default="coral-node", description="a global instance template of the project")
+    gcp_zones: dict[str, tuple[str, ...]] = Field(default={}, description="JSON: zones by region")
 
     @property
     def store_url(self) -> str:
