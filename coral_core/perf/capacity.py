@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from coral_core.domain import model_math
 from coral_core.domain.capacity import CapacityTable
-from coral_core.domain.hardware import NodeConfig
+from coral_core.domain.hardware import Gpu, NodeConfig
 from coral_core.domain.models import ModelShape
 from coral_core.domain.templates import CapacitySource
 from coral_core.domain.workload import Lengths, Phase, Slo
@@ -32,6 +32,9 @@ Ints = NDArray[np.int64]
 
 FORMULA_VERSION = 2
 """Raise when a formula of this package changes: capacities with other versions are not the same inputs."""
+
+FULL_BITS = 16
+"""Weights of so many bits are not quantised."""
 
 _DEFAULTS = CapacityAssumptions()
 
@@ -110,7 +113,10 @@ def node_capacity(
     budgets: Budgets,
     tabulated: dict[tuple[str, int], ReplicaSteps] | None = None,
 ) -> NodeCapacity:
-    """The best of all internal layouts, non-increasing in layers. `tabulated` keeps what nodes of one GPU share."""
+    """The best of all internal layouts, non-increasing in layers; 0 where the GPU cannot run the variant.
+
+    `tabulated` keeps what nodes of one GPU share.
+    """
     known = {} if tabulated is None else tabulated
     candidates = layouts(question, config)
     results: list[Best] = []
@@ -119,7 +125,7 @@ def node_capacity(
         if key not in known:
             known[key] = replica_steps(question, config, layout.tp)
         results.append(best_batch(question, config, layout, known[key], budgets))
-    rates = np.stack([result.rate for result in results])
+    rates = np.stack([result.rate for result in results]) * runs_variant(question.shape, question.variant, config.gpu)
     chosen = rates.argmax(axis=0)
     rate = np.take_along_axis(rates, chosen[None], axis=0)[0]
     batch = np.take_along_axis(np.stack([result.batch for result in results]), chosen[None], axis=0)[0]
@@ -131,6 +137,21 @@ def node_capacity(
         layers=source + 1,
         layouts=tuple(candidates),
     )
+
+
+def runs_variant(shape: ModelShape, variant: str, gpu: Gpu) -> bool:
+    """Whether kernels exist for the variant on this GPU, in its own dtype or widened to 16 bit as it is read.
+
+    Those that widen 8-bit floats and MXFP4 to bf16 are there for GPUs that have bf16 (Ampere and later); of older ones
+    only some run fp8 that way (Turing, from compute capability 7.5), and none MXFP4: they are left out. 4-bit integers
+    are widened to fp16, which all have. Source: vLLM's documentation of quantisation, supported hardware, 2026-11.
+    """
+    chosen = model_math.variant_of(shape, variant)
+    parts = [(chosen.weight_bits, chosen.compute_dtype)]
+    if shape.moe is not None:
+        parts.append((chosen.expert_bits, chosen.expert_compute_dtype))
+    known = gpu.compute_flops_per_s
+    return all(bits >= FULL_BITS or dtype in known or "bf16" in known for bits, dtype in parts)
 
 
 def estimate_question(
@@ -221,8 +242,9 @@ def _inputs_hash(question: Question, slo: Slo, configs: Sequence[NodeConfig], ma
     shape = asdict(question.shape)
     for key in ("source", "as_of", "published_params", "default_variant", "variants"):
         del shape[key]
-    gpus = {config.gpu.name for config in configs}
-    facts = {
+    by_name = {config.gpu.name: config.gpu for config in configs}
+    gpus = set(by_name)
+    facts: dict[str, object] = {
         "version": FORMULA_VERSION,
         "shape": shape,
         "variant": asdict(model_math.variant_of(question.shape, question.variant)),
@@ -247,4 +269,7 @@ def _inputs_hash(question: Question, slo: Slo, configs: Sequence[NodeConfig], ma
         "all_reduce": sorted([*key, asdict(row)] for key, row in question.factors.all_reduce.items() if key[0] in gpus),
         "assumptions": question.assumptions.facts(question.phase),
     }
+    idle = [name for name, gpu in by_name.items() if not runs_variant(question.shape, question.variant, gpu)]
+    if idle:
+        facts["gpus_without_the_variant"] = sorted(idle)
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -121,6 +121,7 @@ def baselines_table(plan: Mapping[str, Any], decision: Mapping[str, Any]) -> Pla
     for name, result in sorted(decision["baselines"].items(), key=lambda item: item[1]["objective_usd_per_h"]):
         cost = result["objective_usd_per_h"]
         rows.append((name, usd(cost), f"{cost / own:.3f}" if own else None, unmet_text(result)))
+    rows += [(name, None, None, reason) for name, reason in decision.get("baselines_left_out", {}).items()]
     return PlanTable(
         title="Cost beside the baselines",
         columns=("policy", "USD/h with start-up", "ratio to coral", "demand not met"),

@@ -60,7 +60,7 @@ def test_one_prefill_replica_feeds_as_many_decode_replicas_as_pay():
     combos = candidate_combos(asked, coverage_of(asked), keep=9)
     assert combos.replicas.tolist() == [[1, 2]]
     assert combos.served_frac.tolist() == [pytest.approx(0.4)]
-    assert combos.price_usd_per_h.tolist() == [5.0]
+    assert combos.counted_usd_per_h.tolist() == [5.0]
     assert combos.considered == 2
     # whole combos: three of them, where separate replicas would do with two prefill and five decode
     result = cauchy(asked)

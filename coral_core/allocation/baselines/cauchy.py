@@ -10,13 +10,19 @@ Only Cauchy's abstract and that description were at hand, not its full text or c
 - a combo lies in one region, its decode replicas are all alike, and it is deployed whole;
 - the program below: how cost efficiency enters it, and that unmet demand comes first, as in every policy here.
 
-Data: combos k of model m_k in region r_k with price p_k and share g_k of their model's demand served; U_kc nodes;
-  A_rc nodes we may hold; D_m tokens/s asked of model m in both phases; w_m weight; K churn; running instances nu'_tr.
-Variables: x_k integer >= 0; s_m in [0, 1] missing share; e_i >= 0 instances missing from a floor; b_tr >= 0 new instances.
+Data: combos k of model m_k in region r_k with price p_k, counted price p'_k (preferences) and share g_k of their model's
+  demand served, of it h_ki of row i without spot nodes; U_kc nodes; A_rc nodes we may hold; B budget; o_i on-demand share of
+  a row; f_mr share that a region must serve; D_m tokens/s asked of model m in both phases; w_m weight; K churn; nu'_tr runs.
+Variables: x_k integer >= 0; s_m in [0, 1] missing share; e_i >= 0 instances missing from a floor; b_tr >= 0 new instances;
+  m_mr in [0, f_mr] share missing in a region.
 Constraints: sum U_kc x_k <= A_rc for each r, c; sum g_k x_k + s_m >= 1 for each m; floors (with e) and caps on instances
-  of each demand row; b_tr >= sum_k n_kt x_k - nu'_tr where churn costs.
-Objective, lexicographic: sum e, then sum w_m s_m, then sum over models of (cost_m + churn_m) / D_m: the USD per token of
-  each model, all models alike. A model that asks for many tokens so weighs less per USD than one that asks for few.
+  of each demand row; sum p_k x_k <= B; sum h_ki x_k + o_i s_m >= o_i; sum_{k in r} g_k x_k + m_mr >= f_mr;
+  s_m >= sum_r m_mr; b_tr >= sum_k n_kt x_k - nu'_tr where churn costs.
+Objective, lexicographic: sum e, then sum w_m s_m, then sum over models of (cost_m + churn_m) / D_m at counted prices: the
+  USD per token of each model, all alike. A model that asks for many tokens so weighs less per USD than one that asks for few.
+
+A combo is of one variant of the model; variants compete. Its replicas may be of different markets. **Not covered**: spare
+instances, since a combo is deployed whole and has no replica to lose (`UnsupportedFamilyError`); aggregated templates.
 """
 
 from __future__ import annotations
@@ -28,14 +34,16 @@ from typing import Final
 
 import numpy as np
 
-from coral_core.allocation.assess import Assessment, assess, result_of, running_counts
-from coral_core.allocation.baselines.combos import Combos, candidate_combos
+from coral_core.allocation.assess import Assessment, assess, result_of, running_counts, within_budget
+from coral_core.allocation.baselines.combos import Combos, candidate_combos, row_members
 from coral_core.allocation.baselines.homo_joint import homogeneous
 from coral_core.allocation.check import check_problem
 from coral_core.allocation.coverage import DEMAND_TOLERANCE_FRAC, Coverage, Floats, Ints, coverage_of
 from coral_core.allocation.ilp import solver_for
+from coral_core.allocation.preferences import real_prices
 from coral_core.allocation.verify import verify_allocation
 from coral_core.domain.allocation import AllocationProblem, AllocationResult
+from coral_core.errors import NoSolutionError
 from coral_core.solver.builder import Indices, ProgramBuilder
 from coral_core.solver.program import IntegerProgram, SolveOptions, Solver
 
@@ -45,16 +53,30 @@ _STAGE_TOLERANCE: Final = 1e-8
 _MARGINS_FRAC: Final = (-DEMAND_TOLERANCE_FRAC / 2, 1e-7)
 
 
+class UnsupportedFamilyError(NoSolutionError):
+    """The policy cannot keep a family of constraints that the problem asks for, and does not ignore it."""
+
+    kind = "unsupported_family"
+
+
 def cauchy(
     problem: AllocationProblem, *, candidates: int = CANDIDATES, solver: Solver | None = None
 ) -> AllocationResult:
     """A verified plan without a bound on its cost: `bound_usd_per_h` is 0, status `gap`; its aim is another than cost.
 
     Demand of phase `aggregated` is not served (a shortfall): the method is disaggregated. Statistics: combos
-    `considered` and kept (`columns`), seconds. Raises InputError for a problem without a clear meaning.
+    `considered` and kept (`columns`), seconds. Raises InputError for a problem without a clear meaning,
+    UnsupportedFamilyError where a row asks for a spare instance.
     """
     started = time.perf_counter()
     check_problem(problem)
+    spare = next((row.model for row in problem.demand if row.spare_instances), None)
+    if spare is not None:
+        raise UnsupportedFamilyError(
+            f"cauchy has no way to keep a spare instance, which {spare} asks for",
+            where="policy cauchy",
+            fix="compare with homo and homo_joint, or leave spare_instances out",
+        )
     problem = homogeneous(problem)
     coverage = coverage_of(problem)
     combos = candidate_combos(problem, coverage, keep=candidates)
@@ -95,7 +117,8 @@ class _Choice:
         for margin_frac in _MARGINS_FRAC:
             x, missing = self._lexicographic(margin_frac)
             counts = self._counts(x)
-            if (self._missing(assess(self.problem, self.coverage, counts)) <= missing + DEMAND_TOLERANCE_FRAC).all():
+            served = self._missing(assess(self.problem, self.coverage, counts)) <= missing + DEMAND_TOLERANCE_FRAC
+            if served.all() and within_budget(self.problem, counts):
                 break
         return counts
 
@@ -104,6 +127,7 @@ class _Choice:
         program, columns = self._program(margin_frac)
         point = np.zeros(program.n_columns)
         point[columns.missing] = 1.0
+        point[columns.lacking] = program.upper[columns.lacking]
         point[columns.deficit] = [row.min_instances for row in self.problem.demand]
         weight = np.array([sum(self.problem.demand[i].weight for i in rows) for rows in self.combos.rows])
         stages = [
@@ -134,7 +158,7 @@ class _Choice:
         need = np.array([max((rows[i].min_instances for i in combos.rows[m]), default=0) for m in combos.model])
         most = np.maximum(np.ceil(1.0 / combos.served_frac) if len(combos) else np.zeros(0), need)
         per_token = self._usd_per_token()
-        price = combos.price_usd_per_h * per_token[combos.model]
+        price = combos.counted_usd_per_h * per_token[combos.model]
         deployed = builder.add_columns("deployed", len(combos), objective=price, upper=most, integer=True)
         missing = builder.add_columns("missing", models, upper=1.0)
         deficit = builder.add_columns("deficit", len(rows), upper=[row.min_instances for row in rows])
@@ -144,8 +168,12 @@ class _Choice:
         )
         builder.add_entries(demand, missing)
         self._add_bounds(builder, deployed, deficit)
+        self._add_budget(builder, deployed, margin_frac)
+        self._add_on_demand(builder, deployed, missing, margin_frac)
+        self._add_regions(builder, deployed, missing, margin_frac)
         self._add_churn(builder, deployed, per_token)
-        return builder.build(), _Columns(deployed=deployed, missing=missing, deficit=deficit)
+        columns = _Columns(deployed=deployed, missing=missing, deficit=deficit, lacking=builder.columns_of("lacking"))
+        return builder.build(), columns
 
     def _usd_per_token(self) -> Floats:
         """Factor of each model's cost: 1 / its tokens/s, scaled so that the largest is 1."""
@@ -176,6 +204,52 @@ class _Choice:
                 builder.add_entries(floor, deficit[[i]])
             if row.max_instances is not None:
                 builder.add_rows("cap", 1, **terms, upper=float(row.max_instances))
+
+    def _add_budget(self, builder: ProgramBuilder, deployed: Indices, margin_frac: float) -> None:
+        budget = self.problem.options.budget_usd_per_h
+        if budget is None:
+            return
+        prices = self.problem.templates.nodes @ real_prices(self.problem).T
+        each = np.array([self.combos.replicas[k] @ prices[:, r] for k, r in enumerate(self.combos.region)])
+        scale = 1 / budget if budget > 0 else 1.0
+        rows = np.zeros(len(deployed), dtype=np.int32)
+        builder.add_rows(
+            "budget", 1, rows=rows, columns=deployed, values=each * scale, upper=budget * scale * (1 - margin_frac)
+        )
+
+    def _add_on_demand(self, builder: ProgramBuilder, deployed: Indices, missing: Indices, margin_frac: float) -> None:
+        for m, rows in enumerate(self.combos.rows):
+            for i in rows:
+                floor = self.problem.demand[i].on_demand_frac
+                if floor > 0:
+                    members, frac = row_members(self.coverage, self.problem, i)
+                    steady = np.where(self.coverage.spot_of[members], 0.0, frac)
+                    covers = self.combos.replicas[:, members] @ steady
+                    some = np.flatnonzero(covers)
+                    terms = {"rows": np.zeros(len(some), dtype=np.int32), "columns": deployed[some]}
+                    least = floor * (1 + margin_frac)
+                    row = builder.add_rows("on_demand", 1, **terms, values=np.minimum(covers[some], 1.0), lower=least)
+                    builder.add_entries(row, missing[[m]], floor)
+
+    def _add_regions(self, builder: ProgramBuilder, deployed: Indices, missing: Indices, margin_frac: float) -> None:
+        for m, rows in enumerate(self.combos.rows):
+            asked = self.coverage.region_fracs[rows[0]]
+            if not asked:
+                continue
+            lacking = builder.add_columns("lacking", len(asked), upper=[frac for _, frac in asked])
+            for at, (region, frac) in enumerate(asked):
+                here = np.flatnonzero((self.combos.model == m) & (self.combos.region == region))
+                row = builder.add_rows(
+                    "region_demand",
+                    1,
+                    rows=np.zeros(len(here), dtype=np.int32),
+                    columns=deployed[here],
+                    values=self.combos.served_frac[here],
+                    lower=frac * (1 + margin_frac),
+                )
+                builder.add_entries(row, lacking[[at]])
+            total = builder.add_rows("region_missing", 1, rows=[0], columns=missing[[m]], values=[1.0], lower=0.0)
+            builder.add_entries(np.repeat(total, len(lacking)), lacking, -1.0)
 
     def _add_churn(self, builder: ProgramBuilder, deployed: Indices, per_token: Floats) -> None:
         problem, combos = self.problem, self.combos
@@ -220,6 +294,7 @@ class _Columns:
     deployed: Indices
     missing: Indices
     deficit: Indices
+    lacking: Indices
 
 
 def _spread(program: IntegerProgram, at: Indices, coefficient: Floats) -> Floats:

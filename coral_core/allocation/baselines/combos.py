@@ -1,8 +1,8 @@
 """GPU combos of baseline `cauchy`: one prefill replica feeding several decode replicas, ranked by tokens per USD.
 
 Data: per model the share of its demand that one replica covers, f_p (prefill) and f_q (decode); node prices by region.
-A combo of replicas p and q in a region has n decode replicas. It serves min(f_p, n f_q, 1) of the demand and costs
-price_p + n price_q, so tokens per USD are greatest at the n just below or just above f_p / f_q: up to there tokens grow
+A combo of replicas p and q, of one variant, in a region has n decode replicas. It serves min(f_p, n f_q, 1) of the demand and costs
+price_p + n price_q (preferences counted), so tokens per USD are greatest at the n just below or just above f_p / f_q: up to there tokens grow
 in proportion to n, beyond it not at all. Both are tried, no more than fit into the region.
 """
 
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coral_core.allocation.coverage import Coverage, Floats, Ints
+from coral_core.allocation.coverage import Bools, Coverage, Floats, Ints
+from coral_core.allocation.preferences import counted_usd_per_h
+from coral_core.allocation.reduce import excluded
 from coral_core.domain.allocation import AllocationProblem
 from coral_core.domain.workload import Phase
 
@@ -22,7 +24,7 @@ from coral_core.domain.workload import Phase
 class Combos:
     """Candidates, one entry each: model (index in `models`), region, replicas as (templates,) counts, demand served.
 
-    `replicas` is (n, templates), `served_frac` capped at 1, `price_usd_per_h` per combo. `rows` lists each model's demand
+    `replicas` is (n, templates), `served_frac` capped at 1, `counted_usd_per_h` per combo. `rows` lists each model's demand
     rows (prefill, decode, or the one that it has).
     """
 
@@ -32,7 +34,7 @@ class Combos:
     region: Ints
     replicas: Ints
     served_frac: Floats
-    price_usd_per_h: Floats
+    counted_usd_per_h: Floats
     considered: int
 
     def __len__(self) -> int:
@@ -42,7 +44,7 @@ class Combos:
 def candidate_combos(problem: AllocationProblem, coverage: Coverage, *, keep: int) -> Combos:
     """Per model and region the `keep` best GPU combos by tokens per USD, one for each pair of configurations.
 
-    The templates must be homogeneous. A model with demand in one phase only has combos of a single replica. Models whose
+    Where a model asks for on-demand service, so many without spot nodes besides. The templates must be homogeneous. A model with demand in one phase only has combos of a single replica. Models whose
     demand is aggregated have none.
     """
     rows_of: dict[str, tuple[int, ...]] = {}
@@ -51,12 +53,13 @@ def candidate_combos(problem: AllocationProblem, coverage: Coverage, *, keep: in
             rows_of[row.model] = (*rows_of.get(row.model, ()), i)
     found: list[tuple[int, int, _Ranked]] = []
     considered = 0
+    counted, banned = counted_usd_per_h(problem), excluded(problem)
     for m, rows in enumerate(rows_of.values()):
         ordered = sorted(rows, key=lambda i: problem.demand[i].phase is Phase.DECODE)
         for r in range(len(problem.regions)):
-            ranked = _rank(problem, coverage, ordered, r)
+            ranked = _rank(problem, coverage, ordered, r, price=counted[:, r], allowed=~banned[:, r])
             considered += len(ranked.served_frac)
-            found += [(m, r, best) for best in _best_per_pair(problem, ranked, keep)]
+            found += [(m, r, ranked.take(index)) for index in _kept(problem, coverage, ordered, ranked, keep)]
     replicas = np.zeros((len(found), len(problem.templates)), dtype=np.int64)
     for k, (_, _, one) in enumerate(found):
         np.add.at(replicas[k], one.members[0], one.numbers[0])
@@ -67,7 +70,7 @@ def candidate_combos(problem: AllocationProblem, coverage: Coverage, *, keep: in
         region=np.array([r for _, r, _ in found], dtype=np.int64),
         replicas=replicas,
         served_frac=np.array([float(one.served_frac[0]) for _, _, one in found]),
-        price_usd_per_h=np.array([float(one.price_usd_per_h[0]) for _, _, one in found]),
+        counted_usd_per_h=np.array([float(one.counted_usd_per_h[0]) for _, _, one in found]),
         considered=considered,
     )
 
@@ -79,25 +82,29 @@ class _Ranked:
     members: Ints
     numbers: Ints
     served_frac: Floats
-    price_usd_per_h: Floats
+    counted_usd_per_h: Floats
 
     def take(self, index: Ints) -> _Ranked:
         return _Ranked(
             members=self.members[index],
             numbers=self.numbers[index],
             served_frac=self.served_frac[index],
-            price_usd_per_h=self.price_usd_per_h[index],
+            counted_usd_per_h=self.counted_usd_per_h[index],
         )
 
 
-def _rank(problem: AllocationProblem, coverage: Coverage, rows: list[int], region: int) -> _Ranked:
-    """All combos that fit into the region, most tokens per USD first; of equals the cheaper, then the first."""
+def _rank(
+    problem: AllocationProblem, coverage: Coverage, rows: list[int], region: int, *, price: Floats, allowed: Bools
+) -> _Ranked:
+    """All combos that fit into the region, most tokens per USD first; of equals the cheaper, then the first.
+
+    `price` and `allowed` are (templates,).
+    """
     held = problem.available[region]
-    price = problem.templates.nodes @ np.nan_to_num(problem.price_usd_per_h[region])
     sides = []
     for row in rows:
-        members, frac = _members(coverage, problem, row)
-        fits = (frac > 0) & (problem.templates.nodes[members] <= held).all(axis=1)
+        members, frac = row_members(coverage, problem, row)
+        fits = (frac > 0) & allowed[members] & (problem.templates.nodes[members] <= held).all(axis=1)
         sides.append((members[fits], frac[fits]))
     if len(sides) == 1:
         members, numbers = sides[0][0][:, None], np.ones((len(sides[0][0]), 1), dtype=np.int64)
@@ -109,17 +116,22 @@ def _rank(problem: AllocationProblem, coverage: Coverage, rows: list[int], regio
     with np.errstate(divide="ignore"):
         tokens_per_usd = served / total
     order = np.lexsort((np.arange(len(total)), total, -tokens_per_usd))
-    return _Ranked(members=members, numbers=numbers, served_frac=served, price_usd_per_h=total).take(order)
+    return _Ranked(members=members, numbers=numbers, served_frac=served, counted_usd_per_h=total).take(order)
 
 
-def _members(coverage: Coverage, problem: AllocationProblem, row: int) -> tuple[Ints, Floats]:
-    """Templates of the row's own phase and the share of its demand that each covers."""
-    for group in coverage.groups:
-        if problem.templates.phases[int(group.members[0])] is problem.demand[row].phase and row in group.rows:
-            amount = group.amounts[group.rows.index(row)]
-            with np.errstate(over="ignore"):
-                return group.members, np.minimum(problem.templates.throughput[group.members] / amount, 1e9)
-    return np.zeros(0, dtype=np.int64), np.zeros(0)
+def row_members(coverage: Coverage, problem: AllocationProblem, row: int) -> tuple[Ints, Floats]:
+    """Templates of the row's own phase, in their order, and the share of its demand that each covers."""
+    own = [
+        group
+        for group in coverage.groups
+        if problem.templates.phases[int(group.members[0])] is problem.demand[row].phase and row in group.rows
+    ]
+    if not own:
+        return np.zeros(0, dtype=np.int64), np.zeros(0)
+    members = np.sort(np.concatenate([group.members for group in own]))
+    amount = own[0].amounts[own[0].rows.index(row)]
+    with np.errstate(over="ignore"):
+        return members, np.minimum(problem.templates.throughput[members] / amount, 1e9)
 
 
 def _pairs(
@@ -127,6 +139,10 @@ def _pairs(
 ) -> tuple[Ints, Ints, Floats]:
     """Every prefill with every decode replica, at the two numbers of decode replicas that can be best."""
     p, q = (grid.ravel() for grid in np.meshgrid(np.arange(len(prefill[0])), np.arange(len(decode[0])), indexing="ij"))
+    if problem.templates.variants is not None:
+        variants = np.array(problem.templates.variants)
+        alike = variants[prefill[0][p]] == variants[decode[0][q]]
+        p, q = p[alike], q[alike]
     nodes = problem.templates.nodes
     left = held - nodes[prefill[0][p]]
     need = nodes[decode[0][q]]
@@ -143,10 +159,18 @@ def _pairs(
     return members, numbers, np.minimum(prefill[1][p], number * decode[1][q])
 
 
-def _best_per_pair(problem: AllocationProblem, ranked: _Ranked, keep: int) -> Iterator[_Ranked]:
-    """The first combo of each pair of configurations, `keep` of them."""
-    config = problem.templates.nodes.argmax(axis=1)
-    pairs = config[ranked.members]
-    _, first = np.unique(pairs, axis=0, return_index=True) if len(pairs) else (None, np.zeros(0, dtype=np.int64))
-    for index in np.sort(first)[:keep]:
-        yield ranked.take(np.array([index]))
+def _kept(
+    problem: AllocationProblem, coverage: Coverage, rows: list[int], ranked: _Ranked, keep: int
+) -> Iterator[Ints]:
+    """The first combo of each pair of configurations, `keep` of them; as many more without spot nodes where it matters."""
+    if not len(ranked.members):
+        return
+    pairs = problem.templates.nodes.argmax(axis=1)[ranked.members]
+    _, first = np.unique(pairs, axis=0, return_index=True)
+    first = np.sort(first)
+    kept = set(first[:keep].tolist())
+    if any(problem.demand[row].on_demand_frac for row in rows):
+        steady = ~coverage.spot_of[ranked.members[first]].any(axis=1)
+        kept |= set(first[steady][:keep].tolist())
+    for index in sorted(kept):
+        yield np.array([index])

@@ -1,6 +1,7 @@
 """Baseline `homo_joint`: the joint program over homogeneous templates only (DESIGN 3.7).
 
-It separates what joint optimisation gains from what heterogeneous templates gain.
+It separates what joint optimisation gains from what heterogeneous templates gain. Every family of constraints holds for it
+as for `coral`.
 """
 
 from __future__ import annotations
@@ -9,25 +10,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from coral_core.allocation.columns import with_templates
 from coral_core.allocation.ilp import solve_allocation
-from coral_core.domain.allocation import AllocationProblem, AllocationResult, TemplateColumns
+from coral_core.domain.allocation import AllocationProblem, AllocationResult
 from coral_core.solver.program import Solver
 
 
 def homogeneous(problem: AllocationProblem) -> AllocationProblem:
-    """The same problem with only the templates whose nodes are all of one configuration."""
-    templates = problem.templates
-    chosen = np.flatnonzero((templates.nodes > 0).sum(axis=1) == 1)
-    return replace(
-        problem,
-        templates=TemplateColumns(
-            ids=tuple(templates.ids[i] for i in chosen),
-            models=tuple(templates.models[i] for i in chosen),
-            phases=tuple(templates.phases[i] for i in chosen),
-            nodes=templates.nodes[chosen],
-            throughput=templates.throughput[chosen],
-        ),
-    )
+    """The same problem with only the templates whose nodes are all of one configuration (of one market)."""
+    return with_templates(problem, np.flatnonzero((problem.templates.nodes > 0).sum(axis=1) == 1))
 
 
 def homo_joint(problem: AllocationProblem, *, solver: Solver | None = None) -> AllocationResult:
