@@ -158,18 +158,26 @@ def _ray_cluster() -> Iterator[Finding]:
 
 def _catalogs() -> Iterator[Finding]:
     from coral_core.catalog import catalog_names, load_catalog, load_models
+    from coral_core.catalog.spot import load_spot
     from coral_core.config.settings import load_settings
 
     today = datetime.now(UTC).date()
     for name in catalog_names():
         catalog = load_catalog(name)
         oldest = min(price.as_of for price in catalog.prices.values())
-        days = (today - oldest).days
-        state = "stale" if days > STALE_PRICE_DAYS else "ok"
-        yield Finding(group="inputs", what=f"prices of {name}", state=state, detail=f"oldest {oldest}, {days} days old")
+        yield _dated(f"prices of {name}", oldest, today)
+        spot = load_spot(name)
+        if spot:
+            yield _dated(f"spot discounts of {name}", min(fact.as_of for fact in spot.values()), today)
     shapes = load_models(load_settings().models)
     oldest_model: date = min(shape.as_of for shape in shapes.values())
     yield Finding(group="inputs", what="models", state="ok", detail=f"{len(shapes)}, oldest entry {oldest_model}")
+
+
+def _dated(what: str, oldest: date, today: date) -> Finding:
+    days = (today - oldest).days
+    state = "stale" if days > STALE_PRICE_DAYS else "ok"
+    return Finding(group="inputs", what=what, state=state, detail=f"oldest {oldest}, {days} days old")
 
 
 def _age(now: datetime, then: datetime) -> str:

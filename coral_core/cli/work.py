@@ -29,13 +29,13 @@ def open_configured_store(url: str | None) -> Store:
 def resolved_scenario(name_or_path: str) -> ResolvedScenario:
     """A scenario, its names looked up in the catalogue and among the user's models."""
     from coral_core.config.resolve import resolve_scenario
-    from coral_core.config.scenario import load_scenario
+    from coral_core.config.scenario import load_scenario, scenario_place
 
     scenario = load_scenario(name_or_path)
     try:
         return resolve_scenario(scenario, user_models=load_settings().models)
     except CoralError as error:
-        raise type(error)(error.what, where=f"{name_or_path}: {error.where}", fix=error.fix) from None
+        raise type(error)(error.what, where=scenario_place(name_or_path, error.where), fix=error.fix) from None
 
 
 def choose_executor(name: Literal["auto", "ray", "inline"], *, workers: int, spec: BuildSpec) -> Executor:

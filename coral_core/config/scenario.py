@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from coral_core.config.fields import Name, Nodes, NonNegative, Positive, Strict
 from coral_core.config.market_spec import ExclusionSpec, PreferenceSpec, SpotSpec
-from coral_core.config.yaml_lines import parse_yaml_model, read_yaml_model
+from coral_core.config.yaml_lines import key_line, parse_yaml_model, read_yaml_model
 from coral_core.domain.workload import Phase
 from coral_core.errors import unknown_name
 
@@ -355,6 +355,18 @@ def load_scenario(name_or_path: str) -> Scenario:
 def scenario_text(name: str) -> str:
     """The YAML of a shipped scenario, for copying."""
     return (resources.files("coral_core.config") / "scenarios" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def scenario_place(name_or_path: str, key: str) -> str:
+    """Where a key path of a scenario stands, for people: file, line where there is one, and key."""
+    path = Path(name_or_path)
+    shipped = name_or_path in scenario_names()
+    try:
+        text = scenario_text(name_or_path) if shipped else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return f"{name_or_path}: {key}"
+    line = key_line(text, key, where=name_or_path)
+    return f"{name_or_path}: {key}" if line is None else f"{name_or_path}:{line}: {key}"
 
 
 def _relative_to(scenario: Scenario, folder: Path) -> Scenario:

@@ -40,6 +40,14 @@ def parse_yaml_model(text: str, model: type[M], *, where: str) -> M:
         raise _first_fault(error, model, lines, where) from None
 
 
+def key_line(text: str, key: str, *, where: str) -> int | None:
+    """The line of a key path (`models[0].slo`) in `text`, of what holds it where it is not written; else None."""
+    lines: dict[KeyPath, int] = {}
+    _walk(compose_plain(text, where=where)[0], (), lines, where)
+    holders = [path for path in lines if f"{key}.".startswith((f"{key_path(path)}.", f"{key_path(path)}["))]
+    return lines[max(holders, key=len)] if holders else None
+
+
 def _walk(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], where: str) -> None:
     """Record each key path's line; refuse duplicate keys, which YAML parsers silently overwrite."""
     if isinstance(node, yaml.MappingNode):

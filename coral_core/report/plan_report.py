@@ -33,8 +33,10 @@ def headline(plan: Mapping[str, Any]) -> str:
     unmet = unmet_text(plan)
     met = "all demand met" if unmet == "none" else f"DEMAND NOT MET: {unmet}"
     proof = "proven" if plan["status"] == "optimal" else "NOT within the wished gap"
+    preferred = plan.get("preference_usd_per_h", 0.0)
+    counted = f" (preferences count as {usd(preferred)} USD/h more)" if preferred else ""
     return (
-        f"{usd(plan['cost_usd_per_h'])} USD/h + {usd(plan['churn_usd_per_h'])} USD/h start-up; {met}; "
+        f"{usd(plan['cost_usd_per_h'])} USD/h + {usd(plan['churn_usd_per_h'])} USD/h start-up{counted}; {met}; "
         f"bound {usd(plan['bound_usd_per_h'])} USD/h, gap {plan['gap_frac']:.3%} ({proof})"
     )
 
