@@ -8,7 +8,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from artifacts.leases import LeaseTerms
+from coral_core.config.demand import DemandSpec
 from coral_core.config.scenario import PolicyName, scenario_names
+from tasks.apply import Patience
 from tasks.library import ILP_COMBINATIONS_PER_SHARD
 
 ScenarioName = Annotated[
@@ -81,23 +84,102 @@ class BuildLibraryParameters(_Parameters):
     )
 
 
-class ReallocateParameters(_Parameters):
-    """What to plan, from which library."""
+FleetName = Annotated[
+    str,
+    Field(
+        pattern=r"^([a-z0-9][a-z0-9-]{0,31})?$",
+        description="Fleet that is planned, changed and recorded. Empty: the setting CORAL_FLEET.",
+    ),
+]
+ProviderChoice = Annotated[
+    Literal["", "fake", "aws", "gcp"],
+    Field(
+        description="Where nodes are rented; `fake` rehearses in a folder. Empty: the fleet's, or the setting CORAL_PROVIDER."
+    ),
+]
 
-    mode: Literal["plan"] = Field(default="plan", description="`plan` records the cheapest plan and changes nothing.")
+
+class ActingParameters(BaseModel):
+    """How long a run that changes a fleet holds its lease, waits between looks, and goes on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lease_s: float = Field(
+        default=300.0,
+        gt=0,
+        le=86_400,
+        description="Seconds after which a run that has died or hangs no longer keeps others from acting.",
+    )
+    clock_skew_s: float = Field(
+        default=30.0, gt=0, le=3600, description="The most that the clocks of two machines may differ."
+    )
+    poll_s: float = Field(default=5.0, gt=0, le=600, description="Seconds between looks at the fleet.")
+    deadline_s: float = Field(
+        default=1800.0, gt=0, le=86_400, description="Seconds after which a run leaves the rest to the next one."
+    )
+
+    @property
+    def patience(self) -> Patience:
+        """The same, for the work."""
+        return Patience(
+            lease=LeaseTerms(duration_s=self.lease_s, skew_s=self.clock_skew_s),
+            poll_s=self.poll_s,
+            deadline_s=self.deadline_s,
+        )
+
+
+class ReallocateParameters(_Parameters):
+    """What to plan, from which library, and whether to act on it."""
+
+    mode: Literal["plan", "approve", "apply"] = Field(
+        default="plan",
+        description="`plan` records the cheapest plan and changes nothing, `approve` asks before it acts, `apply` acts.",
+    )
+    dry_run: bool = Field(
+        default=False, description="Only list the steps and the difference in cost; nothing is recorded or changed."
+    )
     store: StoreUrl = ""
     library_version: int | None = Field(
         default=None, ge=1, description="Snapshot of the scenario's library to plan from. Default: the newest."
     )
-    fleet: str = Field(
-        default="",
-        pattern=r"^([a-z0-9][a-z0-9-]{0,31})?$",
-        description="Fleet that the plan is recorded under. Empty: the setting CORAL_FLEET.",
-    )
+    fleet: FleetName = ""
+    provider: ProviderChoice = ""
+    demand: DemandSpec = Field(default=DemandSpec(), description="Which demand to plan for.")
     keep_running: bool = Field(
         default=False,
-        description="Take the fleet's last recorded plan as what runs now, so that changes are charged for churn.",
+        description="Mode plan: take the fleet's last recorded plan as what runs now, not what is seen.",
     )
+    max_nodes: int | None = Field(
+        default=None, ge=0, description="Nodes that no run may go beyond. Empty: the setting CORAL_MAX_NODES."
+    )
+    max_usd_per_h: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Cost that no plan and no run may go beyond. Empty: the setting CORAL_MAX_USD_PER_H.",
+    )
+    approval_timeout_s: int = Field(
+        default=3600, ge=1, le=604_800, description="Mode approve: how long to wait for an answer."
+    )
+    plan_max_age_s: float = Field(
+        default=900.0, gt=0, le=604_800, description="Mode approve: a plan approved later than this is made anew."
+    )
+    acting: ActingParameters = ActingParameters()
+
+
+class TeardownParameters(BaseModel):
+    """Which fleet to release."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    fleet: FleetName = ""
+    provider: ProviderChoice = ""
+    store: StoreUrl = ""
+    regions: tuple[str, ...] = Field(
+        default=(), description="Regions to look in besides all that the fleet has ever been in."
+    )
+    dry_run: bool = Field(default=False, description="Only list the steps.")
+    acting: ActingParameters = ActingParameters()
 
 
 class EvaluateParameters(_Parameters):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 from artifacts.fleets import (
     FleetIdentity,
@@ -17,19 +19,21 @@ from artifacts.fleets import (
     claim_fleet,
     list_runs,
     mark_regions,
+    read_identity,
     used_regions,
     write_result,
     write_steps,
 )
-from artifacts.keys import time_text
-from artifacts.leases import Lease, LeaseTerms
-from artifacts.plans import read_plan
-from artifacts.store import Store
+from artifacts.keys import plan_group, time_text
+from artifacts.leases import Lease, LeaseTaken, LeaseTerms, take_lease
+from artifacts.plans import PLAN, read_plan
+from artifacts.store import Store, open_store
 from coral_core.cloud.apply import apply_plan, preview_plan
 from coral_core.cloud.fleet_view import gather
 from coral_core.cloud.ports import ApplyPolicy, ApplyReport, ApplyStatus, FleetEvent, Ports, Preview
 from coral_core.cloud.steps import ReconcilePolicy, step_lines
 from coral_core.cloud.tags import check_fleet_name
+from coral_core.config.settings import ProviderName, Settings
 from coral_core.domain.fleet import (
     FleetId,
     FleetLimits,
@@ -45,7 +49,7 @@ from coral_core.domain.hardware import Market, split_market
 from coral_core.domain.workload import Phase
 from coral_core.errors import CoralError, InputError, StoreConflictError
 from tasks.observe import cost_usd_per_h, foreign_lines, list_fleet
-from tasks.providers import Provider
+from tasks.providers import Provider, open_provider
 
 Zones = Mapping[tuple[str, str], Sequence[str]]
 Mode = Literal["apply", "approve", "teardown"]
@@ -90,13 +94,51 @@ class Goal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """What came of a run, and where it is recorded."""
+    """What came of a run, and where it is recorded. `lowered` is what could be had where the cloud refused."""
 
     outcome: Outcome
     reason: str
     cost_usd_per_h: float | None
     lowered: Mapping[Offer, int]
-    url: str
+    plan_url: str
+    result_url: str
+
+    @property
+    def again(self) -> bool:
+        """Whether another plan may do better at once."""
+        return self.outcome is Outcome.OUTDATED or (self.outcome is Outcome.UNMET and bool(self.lowered))
+
+
+def open_job(
+    settings: Settings,
+    *,
+    store: str = "",
+    fleet: str = "",
+    provider: ProviderName | None = None,
+    patience: Patience | None = None,
+    holder: str,
+) -> Job:
+    """What is named, with the settings where it is empty; the provider is the fleet's own where a run has acted already."""
+    opened, name = open_store(store or settings.store_url), fleet or settings.fleet
+    identity = read_identity(opened, name)
+    known = cast("ProviderName", identity.provider) if identity else None
+    return Job(
+        store=opened,
+        fleet=name,
+        provider=open_provider(settings, provider or known),
+        patience=patience or Patience(),
+        holder=holder,
+    )
+
+
+def holder_text(what: str) -> str:
+    """Who holds a lease, for people: the run, and the process it is in."""
+    return f"{what} at {platform.node()} (process {os.getpid()})"
+
+
+def take(job: Job) -> Lease | LeaseTaken:
+    """The lease on the fleet, or who holds it."""
+    return take_lease(job.store, job.fleet, holder=job.holder, terms=job.patience.lease, clock=job.provider.clock)
 
 
 def check_patience(job: Job) -> None:
@@ -153,8 +195,14 @@ def carry_out(job: Job, lease: Lease, goal: Goal) -> Done:
         raise
     cost = cost_usd_per_h(report.nodes, prices)
     result = _result(job, outcome, reason, report=report, cost=cost, events=events, notes=goal.notes)
-    url = write_result(job.store, job.fleet, goal.time, result)
-    return Done(outcome=outcome, reason=reason, cost_usd_per_h=cost, lowered=report.lowered, url=url)
+    return Done(
+        outcome=outcome,
+        reason=reason,
+        cost_usd_per_h=cost,
+        lowered=report.lowered,
+        plan_url="" if goal.plan is None else job.store.url_of(f"{plan_group(job.fleet, goal.time)}/{PLAN}"),
+        result_url=write_result(job.store, job.fleet, goal.time, result),
+    )
 
 
 def preview(job: Job, goal: Goal) -> Preview:

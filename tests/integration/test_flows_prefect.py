@@ -158,7 +158,7 @@ def test_a_plan_is_recorded_shown_and_logged(server, store, caplog):
     with pytest.raises(InputError, match="no such library"):
         reallocate(ReallocateParameters(store=store.url, fleet="blue"))
     build(store)
-    url = reallocate(ReallocateParameters(store=store.url, fleet="blue"))
+    url = reallocate(ReallocateParameters(store=store.url, fleet="blue")).plan_url
     stored = read_plan(store, "blue")
     assert url == stored.record.urls[PLAN]
     table = json.loads(artifact("plan-blue").data)
