@@ -205,10 +205,10 @@ def available_nodes(resolved: ResolvedScenario, templates: TemplateColumns) -> N
 
 def ample_plan_memory_bytes(resolved: ResolvedScenario, templates: TemplateColumns) -> float:
     """GPU memory of all nodes that policy `coral_paper` rents on demand where there is no scarcity."""
-    resolved = replace(resolved, spot=None)
-    shape = (len(resolved.scenario.regions), len(resolved.configs))
-    problem = allocation_problem(resolved, templates, available=np.full(shape, Ample().nodes, dtype=np.int64))
-    instances = policy("coral_paper").solve(problem).instances
+    on_demand, offers = len(resolved.configs), len(resolved.offers)
+    ample = np.where(np.arange(offers) < on_demand, Ample().nodes, 0)
+    available = np.tile(ample, (len(resolved.scenario.regions), 1))
+    instances = policy("coral_paper").solve(allocation_problem(resolved, templates, available=available)).instances
     nodes = dict(zip(templates.ids, templates.nodes, strict=True))
     memory_bytes = np.array([float(config.memory_bytes) for config in resolved.configs])
     return float(sum(item.count * (nodes[item.template] @ memory_bytes) for item in instances))
