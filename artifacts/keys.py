@@ -62,6 +62,15 @@ def parse_time(text: str) -> datetime:
         ) from None
 
 
+def found_time(folder: str) -> datetime | None:
+    """The time that a folder of ours stands for; None for a copy or anything else that people put beside them."""
+    try:
+        time = parse_time(folder)
+    except InputError:
+        return None
+    return time if time_text(time) == folder else None
+
+
 def profile_group(model: str, config: str, engine: str) -> str:
     """Measured layer times of one model on one node configuration by one engine version."""
     return f"profiles/{checked_name(model, 'model')}/{checked_name(config, 'config')}/{checked_name(engine, 'engine')}"
@@ -98,6 +107,12 @@ def shard_key(
         f"part-{checked_name(variant, 'variant')}-{checked_name(method, 'method')}-"
         f"{part:05d}-of-{parts:05d}-{inputs_hash[:32]}{f'-repair{repair}' if repair else ''}.parquet"
     )
+
+
+def is_shard_key(key: str) -> bool:
+    """Whether the key can be a shard's; what people leave beside the data files is none."""
+    name = key.rsplit("/", 1)[-1]
+    return name.startswith("part-") and name.endswith(".parquet")
 
 
 def manifest_group(library: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from artifacts.evaluations import REPORT, SUMMARY, write_evaluation
+from artifacts.evaluations import PAGE, REPORT, SUMMARY, latest_sensitivity, write_evaluation
 from artifacts.group_pages import index_group
 from artifacts.keys import scenario_group
 from artifacts.library import LibrarySnapshot
@@ -21,6 +21,7 @@ from coral_core.config.resolve import ResolvedScenario, resolve_scenario
 from coral_core.config.scenario import LibraryMethod, load_scenario
 from coral_core.config.settings import load_settings
 from coral_core.domain.workload import Phase
+from coral_core.report.evaluation_page import evaluation_html
 from coral_core.report.evaluation_report import evaluation_markdown, evaluation_notes, evaluation_tables
 from flows.parameters import EvaluateParameters, artifact_key
 from tasks.evaluate import Evaluation
@@ -67,16 +68,23 @@ def compare(
 
 @task(name="record", cache_policy=NO_CACHE)
 def record(store: Store, found: Evaluation, now: datetime) -> dict[str, str]:
-    """Write summary, tables and report; URLs by file name."""
+    """Write summary, tables, reports and index pages; URLs by file name."""
+    scenario = found.document["scenario"]
     urls = write_evaluation(
         store,
-        found.document["scenario"],
+        scenario,
         now,
         document=found.document,
         tables=found.tables,
         report_md=evaluation_markdown(found.document),
+        report_html=evaluation_html(
+            found.document,
+            found.tables,
+            time=now.isoformat(timespec="seconds"),
+            sensitivity=latest_sensitivity(store, scenario),
+        ),
     )
-    index_group(store, scenario_group(found.document["scenario"]))
+    index_group(store, scenario_group(scenario))
     return urls
 
 
@@ -89,7 +97,10 @@ def show(document: Mapping[str, Any], urls: Mapping[str, str]) -> None:
     publish_markdown(
         f"{key}-report", evaluation_markdown(document), description=f"Evaluation of {document['scenario']}"
     )
+    publish_link(PAGE, urls[PAGE], key=f"{key}-page", description="The whole report as one HTML file")
     for name in (SUMMARY, REPORT):
         publish_link(name, urls[name])
+    for name, why in document["failed"].items():
+        get_run_logger().warning("policy %s failed: %s", name, why)
     for note in evaluation_notes(document):
         get_run_logger().info("note: %s", note)

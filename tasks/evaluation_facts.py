@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from artifacts.canonical import canonical_json, sha256_hex
 from coral_core.config.resolve import on_demand_prices
+from coral_core.domain.hardware import Market
 from coral_core.sim.metrics import CURVE_FRACS
 from tasks.plan_documents import manifest_sha256
 from tasks.replay import Replay, TemplateSource
@@ -20,7 +21,12 @@ def evaluation_facts(source: TemplateSource) -> Row:
     resolved = source.resolved
     regions = resolved.scenario.regions
     prices = on_demand_prices(resolved).tolist()
-    offers = resolved.catalog.prices.values()
+    names = {config.name for config in resolved.configs}
+    offers = [
+        price
+        for (region, config, market), price in resolved.catalog.prices.items()
+        if region in regions and config in names and market is Market.ON_DEMAND
+    ]
     return {
         "nodes": {
             config.name: {
@@ -45,7 +51,7 @@ def evaluation_facts(source: TemplateSource) -> Row:
             for method, snapshot in source.snapshots.items()
         },
         "price_sources": sorted({price.source for price in offers}),
-        "price_as_of": min(price.as_of for price in offers).isoformat(),
+        "price_as_of": min((price.as_of.isoformat() for price in offers), default=None),
         "input_hashes": {
             "scenario": sha256_hex(canonical_json(resolved.scenario.model_dump(mode="json"))),
             "catalogue": sha256_hex(

@@ -14,12 +14,8 @@ from coral_core.domain.placement import PlacedCombinations
 from coral_core.domain.templates import combination_text
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError, unknown_name
-from coral_core.report.line_chart import Panel, Series, line_chart
 from tasks.library import build_spec_from_scenario, capacity_tables
 from tasks.solve_shard import ShardSpec, shard_templates
-
-PUBLISHED: Final = (6, 12.0)
-"""(N_max, rho) beyond which the publication saw no more goodput per USD."""
 
 _EQUAL_FRAC: Final = 1e-9
 
@@ -44,11 +40,6 @@ class SensitivityPoint:
     best_per_usd: float | None
     best_nodes: str
     best_region: str
-
-    @property
-    def is_published(self) -> bool:
-        """Whether this is the published setting."""
-        return (self.n_max, self.rho) == PUBLISHED
 
 
 def sensitivity(
@@ -143,78 +134,3 @@ def _best(placed: PlacedCombinations, prices: np.ndarray) -> tuple[float, int, i
     first = (value >= value.max() * (1 - _EQUAL_FRAC)).any(axis=0).argmax()  # the smallest of those that are as good
     region = value[:, first].argmax()
     return float(value[region, first]), int(first), int(region)
-
-
-def sensitivity_chart(points: Sequence[SensitivityPoint]) -> str:
-    """The points as an SVG: a row per model; worth, templates and solve time over N_max, a line per rho."""
-    panels = []
-    drawn = [point for point in points if point.templates]  # those without a template have no worth to draw
-    for model in dict.fromkeys(point.model for point in drawn):
-        of_model = [point for point in drawn if point.model == model]
-        mark = next((point for point in of_model if point.is_published), None)
-        unit = "requests/s" if of_model[0].phase == Phase.AGGREGATED else "tokens/s"
-        for title, label, is_log, value in (
-            (f"{model} {of_model[0].phase}: best template", f"{unit} per USD/h", False, _worth),
-            ("templates kept", "templates", True, _templates),
-            ("solve time", "core seconds", True, _core_s),
-        ):
-            by_rho = {
-                rho: tuple((float(p.n_max), value(p)) for p in sorted(of_model, key=_n_max) if p.rho == rho)
-                for rho in sorted({point.rho for point in of_model})
-            }
-            panels.append(
-                Panel(
-                    title=title,
-                    x_label="N_max (nodes)",
-                    y_label=label,
-                    series=tuple(Series(name=f"rho {rho:g}", points=points) for rho, points in by_rho.items()),
-                    is_log=is_log,
-                    marked=None if mark is None else (float(mark.n_max), value(mark)),
-                    mark_label="published",
-                )
-            )
-    return line_chart(
-        "What N_max and rho buy, and what they cost",
-        panels,
-        columns=3,
-        description=_description(points),
-    )
-
-
-def _worth(point: SensitivityPoint) -> float:
-    return point.best_per_usd or 0.0
-
-
-def _templates(point: SensitivityPoint) -> float:
-    return float(point.templates)
-
-
-def _core_s(point: SensitivityPoint) -> float:
-    return point.solve_core_s
-
-
-def _n_max(point: SensitivityPoint) -> int:
-    return point.n_max
-
-
-def _description(points: Sequence[SensitivityPoint]) -> str:
-    """The chart in words: for each model how far the published setting is from the best of the sweep."""
-    texts = []
-    for model in dict.fromkeys(point.model for point in points):
-        of_model = [point for point in points if point.model == model and point.best_per_usd]
-        if not of_model:
-            texts.append(f"{model}: no template at any setting.")
-            continue
-        best = max(of_model, key=_worth)
-        text = (
-            f"{model} {best.phase}: the best template gives {best.best_per_usd:.4g} per USD/h at N_max {best.n_max}, "
-            f"rho {best.rho:g}, from {best.templates:,} templates in {best.solve_core_s:.2g} core seconds"
-        )
-        mark = next((point for point in of_model if point.is_published), None)
-        if mark is not None:
-            text += (
-                f"; the published setting gives {_worth(mark) / _worth(best):.1%} of it, from {mark.templates:,} "
-                f"templates in {mark.solve_core_s:.2g} core seconds"
-            )
-        texts.append(text + ".")
-    return " ".join(texts)

@@ -14,7 +14,9 @@ from coral_core.cli.evaluate_scenario import (
     Prefill,
     Scenario,
     Seeds,
+    check_report,
     chosen_utilization,
+    evaluation_page_of,
     prepared,
     show_evaluation,
     step_note,
@@ -23,7 +25,7 @@ from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
 from coral_core.cli.work import open_configured_store, resolved_scenario
 from coral_core.config.scenario import LibraryMethod
-from coral_core.errors import InputError
+from coral_core.errors import InputError, NoSolutionError
 
 app = App(name="evaluate", help="Policies compared on a scenario, in the simulator; how settings change a library.")
 
@@ -38,16 +40,18 @@ def evaluate(
     seeds: Seeds = (),
     prefill_utilization: Prefill = None,
     decode_utilization: Decode = None,
+    report: Annotated[Path | None, Parameter(help="Write the report here too, as one HTML file.")] = None,
     dry_run: Annotated[bool, Parameter(negative="", help="Record nothing but the libraries.")] = False,
     store: StoreUrl = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Plan a scenario by several policies, simulate the same requests on each fleet, compare, and record the figures.
 
     Coral plans from templates that split the latency bound freely, the others from those of the published equal split:
-    two libraries, built first where they are missing. Costs are predicted, service is simulated.
+    two libraries, built first where they are missing. Costs are predicted, service is simulated. Exit code 3 where a
+    policy failed; the others are reported.
     """
-    from artifacts.evaluations import REPORT, write_evaluation
+    from artifacts.evaluations import PAGE, REPORT, write_evaluation
     from artifacts.group_pages import index_group
     from artifacts.keys import scenario_group
     from coral_core.clock import SystemClock
@@ -55,6 +59,8 @@ def evaluate(
     from tasks.evaluate import evaluate as evaluated
 
     utilization = chosen_utilization(prefill_utilization, decode_utilization)
+    if report is not None:
+        check_report(report)
     source, chosen = prepared(scenario, policies, store=store, quiet=as_json)
     found = evaluated(
         source,
@@ -63,24 +69,32 @@ def evaluate(
         utilization=utilization,
         on_step=step_note(quiet=as_json),
     )
+    opened, now = open_configured_store(store), SystemClock().now()
+    page = evaluation_page_of(found, opened, now)
+    if report is not None and page is not None:
+        report.write_text(page, encoding="utf-8")
     url = None
     if not dry_run:
-        opened = open_configured_store(store)
+        name = found.document["scenario"]
         urls = write_evaluation(
             opened,
-            found.document["scenario"],
-            SystemClock().now(),
+            name,
+            now,
             document=found.document,
             tables=found.tables,
             report_md=evaluation_markdown(found.document),
+            report_html=page,
         )
-        index_group(opened, scenario_group(found.document["scenario"]))
-        url = urls[REPORT]
+        index_group(opened, scenario_group(name))
+        url = urls.get(PAGE, urls[REPORT])
     if as_json:
         print_json({**found.document, "url": url})
-        return
-    show_evaluation(found.document)
-    print_text(f"\nwritten to {url}" if url else "\ndry run: nothing was recorded")
+    else:
+        show_evaluation(found.document)
+        print_text(f"\nwritten to {url}" if url else "\ndry run: nothing was recorded")
+        if report is not None:
+            print_text(f"report -> {report}")
+    return NoSolutionError.exit_code if found.document["failed"] else 0
 
 
 @app.command
@@ -104,21 +118,30 @@ def sensitivity(
         LibraryMethod, Parameter(help="Of placement; the published sweep is of equal stage budgets: lattice.")
     ] = "lattice",
     sold_out: Annotated[tuple[str, ...], Parameter(help="GPUs that cannot be had, such as L40S.", negative="")] = (),
-    chart: Annotated[Path | None, Parameter(help="Write the chart here, as SVG.")] = None,
+    chart: Annotated[Path | None, Parameter(help="Write the chart here too, as SVG.")] = None,
+    dry_run: Annotated[bool, Parameter(negative="", help="Record nothing.")] = False,
+    store: StoreUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sweep N_max and rho around the published (6, 12): templates, solve time, best tokens/s per USD/h."""
+    """Sweep N_max and rho around the published (6, 12): templates, solve time, best tokens/s per USD/h.
+
+    Recorded with the scenario's evaluations, whose later reports show it.
+    """
+    from artifacts.evaluations import SENSITIVITY, write_sensitivity
+    from artifacts.group_pages import index_group
+    from artifacts.keys import scenario_group
+    from coral_core.clock import SystemClock
     from coral_core.domain.workload import Phase
+    from coral_core.report.sensitivity_report import sensitivity_chart
     from tasks.sensitivity import sensitivity as sweep
-    from tasks.sensitivity import sensitivity_chart
 
     if min(n_max) < 1:
         raise InputError(f"{min(n_max)} nodes cannot hold a model", where="--n-max", fix="give 1 or more")
     if chart is not None and not chart.parent.is_dir():
         raise InputError("no such folder", where=str(chart.parent), fix="create it, or write the chart elsewhere")
-    points = []
+    resolved, points = resolved_scenario(scenario), []
     for point in sweep(
-        resolved_scenario(scenario),
+        resolved,
         models=tuple(dict.fromkeys(model)),
         n_max=sorted(set(n_max)),
         rho=sorted(set(rho)),
@@ -128,10 +151,20 @@ def sensitivity(
     ):
         points.append(point)
         print_note(f"{point.model} N_max {point.n_max} rho {point.rho:g}: {point.templates:,} templates")
+    rows_found = [dataclasses.asdict(point) for point in points]
+    drawn = sensitivity_chart(rows_found) if any(point.templates for point in points) else None
     if chart is not None:
-        chart.write_text(sensitivity_chart(points), encoding="utf-8")
+        if drawn is None:
+            raise InputError("no library has a template: there is nothing to draw", where="--chart")
+        chart.write_text(drawn, encoding="utf-8")
+    url = None
+    if not dry_run:
+        opened, name = open_configured_store(store), resolved.scenario.name
+        urls = write_sensitivity(opened, name, SystemClock().now(), points=rows_found, chart_svg=drawn)
+        index_group(opened, scenario_group(name))
+        url = urls[SENSITIVITY]
     if as_json:
-        print_json([dataclasses.asdict(point) for point in points])
+        print_json(rows_found)
         return
     unit = "requests/s" if phase == "aggregated" else "tokens/s"
     columns = ("model", "N_max", "rho", "combinations", "templates", "solve core s", f"{unit} per USD/h", "on", "in")
@@ -156,3 +189,4 @@ def sensitivity(
     )
     if chart is not None:
         print_note(f"chart -> {chart}")
+    print_note(f"recorded at {url}" if url else "dry run: nothing was recorded")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -13,8 +15,10 @@ from coral_core.cli.work import choose_executor, library_progress, open_configur
 from coral_core.errors import InputError
 
 if TYPE_CHECKING:
+    from artifacts.store import Store
     from coral_core.allocation.policies import Policy
     from coral_core.domain.workload import Phase
+    from tasks.evaluate import Evaluation
     from tasks.replay import TemplateSource
 
 Scenario = Annotated[str, Parameter(help="A shipped scenario's name (`coral scenario list`) or a YAML file.")]
@@ -58,6 +62,32 @@ def prepared(
         with library_progress(one.scenario.library_name, quiet=quiet) as on_progress:
             snapshots[method] = fresh_library(one, opened, executor, on_progress=on_progress)
     return TemplateSource(resolved, snapshots), chosen
+
+
+def check_report(path: Path) -> None:
+    """Raise InputError where a report cannot be written there, or not be made: before the long work, not after."""
+    from coral_core.report.page import can_render
+
+    if not can_render():
+        raise InputError("jinja2 is not installed", where="--report", fix="pip install 'coral-serve[report]'")
+    if not path.parent.is_dir():
+        raise InputError("no such folder", where=str(path.parent), fix="create it, or write the report elsewhere")
+    if path.is_dir():
+        raise InputError("is a folder", where=str(path), fix="name a file in it, such as report.html")
+
+
+def evaluation_page_of(found: Evaluation, store: Store, now: datetime) -> str | None:
+    """The report with the newest stored sweep of the scenario; None, which is said, where what makes it is missing."""
+    from artifacts.evaluations import latest_sensitivity
+    from coral_core.report.evaluation_page import evaluation_html
+    from coral_core.report.page import can_render
+
+    if not can_render():
+        print_note("no HTML report: jinja2 is not installed (pip install 'coral-serve[report]')")
+        return None
+    sensitivity = latest_sensitivity(store, found.document["scenario"])
+    time = now.isoformat(timespec="seconds")
+    return evaluation_html(found.document, found.tables, time=time, sensitivity=sensitivity)
 
 
 def step_note(*, quiet: bool) -> Callable[[str], None]:

@@ -139,6 +139,7 @@ def evaluation_notes(document: Mapping[str, Any]) -> list[str]:
     published = any(row["published"] for rows in document["ratios"].values() for row in rows.values())
     if published:
         notes.append(f"published ratios: {document['published_source']}")
+    notes += [f"policy {name} failed and is in no figure: {why}" for name, why in document.get("failed", {}).items()]
     notes += [f"{name}: {note}" for name, one in document["policies"].items() for note in one["notes"]]
     return notes
 

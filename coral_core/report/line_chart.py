@@ -1,6 +1,7 @@
-"""Line charts as one self-contained SVG: no script, no font, no library; light and dark as the reader's system is.
+"""Line charts as SVG: no script, no font, no library; light and dark as the reader's system is.
 
-A reader without sight gets title and description; every point carries its figures as a tooltip.
+Lines differ by dashes and markers besides colour. A reader without sight gets the chart in words; points carry their
+figures as tooltips. `panel_svg` is one pair of axes for a page that has the style sheet, `line_chart` a whole document.
 """
 
 from __future__ import annotations
@@ -9,42 +10,53 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Final
+from typing import Final, Literal
 
 from coral_core.errors import InputError
+from coral_core.report.figures import figure
+from coral_core.report.palette import CHART_CSS, DASHES, STYLES, line_sample, marker, theme_css
+from coral_core.report.scales import linear_ticks, log_ticks, scale, shortened, tick_text
 
-_WIDTH, _HEIGHT = 460, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 64, 40, 48
-_HEAD: Final = 56
-_TICKS: Final = 5
+WIDTH, HEIGHT = 380, 260
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 34, 46
+_GAP: Final = 24
+_HEAD: Final = 64
+_MOST_TICKS: Final = 8
+_MOST_MARKERS: Final = 13
+_SIGN_PX: Final = 6.6
+"""Width of a letter at the charts' size, a little generous."""
 
-_STYLE: Final = """
-:root { color-scheme: light dark; }
-svg { --ink: #1c2733; --soft: #5b6875; --grid: #dfe4e9; --paper: #ffffff;
-  --s0: #9fc3e8; --s1: #6aa1da; --s2: #3b7fc4; --s3: #1f5c9c; --s4: #0d3866; --mark: #b3540a; }
-@media (prefers-color-scheme: dark) {
-  svg { --ink: #e8edf2; --soft: #a3afbb; --grid: #34404c; --paper: #14191f;
-    --s0: #2f5f92; --s1: #4680bd; --s2: #6aa1da; --s3: #9fc3e8; --s4: #d3e6f8; --mark: #f2a25c; } }
-text { font: 12px system-ui, sans-serif; fill: var(--ink); }
-.title { font-size: 17px; font-weight: 600; } .panel { font-size: 13px; font-weight: 600; }
-.soft { fill: var(--soft); } .paper { fill: var(--paper); }
-.grid { stroke: var(--grid); stroke-width: 1; } .axis { stroke: var(--soft); stroke-width: 1; }
-.line { fill: none; stroke-width: 2; } .mark { fill: none; stroke: var(--mark); stroke-width: 2; }
-"""
-_SHADES: Final = 5
+Point = tuple[float, float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Points (x, y) in order of x under one name; shades go from light to dark with the order of the series."""
+    """Points (x, y) in order of x under one name; y None is unknown and interrupts the line.
+
+    `style` chooses colour, dashes and marker; without one it is the series' place among the others.
+    """
 
     name: str
-    points: tuple[tuple[float, float], ...]
+    points: tuple[Point, ...]
+    style: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guide:
+    """A line at one value of an axis, with what it stands for."""
+
+    value: float
+    label: str
+    axis: Literal["x", "y"] = "y"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One pair of axes. `marked` is a point to ring, with what it stands for; `is_log` makes the y axis logarithmic."""
+    """One pair of axes. `marked` is a point to ring, with what it stands for; `is_log` makes the y axis logarithmic.
+
+    The x axis begins at 0 and ends at `x_end` where there is one, else it spans the points. `y_end` is the least that the y axis goes
+    up to.
+    """
 
     title: str
     x_label: str
@@ -53,118 +65,171 @@ class Panel:
     is_log: bool = False
     marked: tuple[float, float] | None = None
     mark_label: str = ""
+    guides: tuple[Guide, ...] = ()
+    x_end: float | None = None
+    y_end: float = 0.0
 
 
 def line_chart(title: str, panels: Sequence[Panel], *, columns: int, description: str) -> str:
-    """The panels in rows of `columns`, as an SVG document.
+    """The panels in rows of `columns`, as an SVG document with its legend.
 
-    Raises InputError for values that are not finite or negative, for 0 on a logarithmic axis, and where there is nothing
-    to draw.
+    Raises InputError for values that are infinite, not numbers or negative, for 0 on a logarithmic axis, and where there
+    is nothing to draw.
     """
-    if not panels or not all(panel.series and all(s.points for s in panel.series) for panel in panels):
+    if not panels:
         raise InputError("there is nothing to draw", where=f"chart {title!r}")
-    for panel in panels:
-        values = [value for series in panel.series for point in series.points for value in point]
-        lowest = min(y for series in panel.series for _, y in series.points)
-        if not all(map(math.isfinite, values)) or lowest < 0 or (panel.is_log and lowest == 0):
-            raise InputError(f"cannot draw these values of {panel.y_label}", where=f"chart {title!r}")
+    styles = {series.name: _style(panel, i) for panel in panels for i, series in enumerate(panel.series)}
     rows = -(-len(panels) // columns)
-    width, height = columns * _WIDTH, _HEAD + rows * _HEIGHT
+    width, height = columns * (WIDTH + _GAP), _HEAD + rows * (HEIGHT + _GAP)
+    legend, x = [], 20.0
+    for name, style in styles.items():
+        text = shortened(name, 40)
+        legend.append(
+            f'<g transform="translate({x:.0f} 46)">{line_sample(style)}<text x="42" y="10">{escape(text)}</text></g>'
+        )
+        x += 60 + _SIGN_PX * len(text)
     body = [
-        f'<g transform="translate({i % columns * _WIDTH} {_HEAD + i // columns * _HEIGHT})">{_panel(panel)}</g>'
+        f'<g transform="translate({i % columns * (WIDTH + _GAP)} {_HEAD + i // columns * (HEIGHT + _GAP)})">'
+        f"{_panel(panel)}</g>"
         for i, panel in enumerate(panels)
     ]
+    width = max(width, math.ceil(x))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-labelledby="chart-title chart-description">\n'
         f'<title id="chart-title">{escape(title)}</title>\n<desc id="chart-description">{escape(description)}</desc>\n'
-        f'<style>{_STYLE}</style>\n<rect class="paper" width="{width}" height="{height}"/>\n'
-        f'<text class="title" x="20" y="32">{escape(title)}</text>\n' + "\n".join(body) + "\n</svg>\n"
+        f"<style>{theme_css(':root')}{CHART_CSS}</style>\n"
+        f'<rect class="ground" width="{width}" height="{height}"/>\n'
+        f'<text class="title" x="20" y="32">{escape(title)}</text>\n' + "\n".join([*legend, *body]) + "\n</svg>\n"
     )
 
 
+def panel_svg(panel: Panel) -> str:
+    """One panel as an element of a page, told in words to who does not see it. Raises InputError as `line_chart`."""
+    words = escape(f"{panel.title}. {panel_words(panel)}", quote=True)
+    return f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{words}">{_panel(panel)}</svg>'
+
+
+def panel_words(panel: Panel) -> str:
+    """What the panel shows, in a sentence for each line: its ends, and its extremes where it has more than two points."""
+    texts = [f"{panel.y_label} over {panel.x_label}."]
+    for series in panel.series:
+        known = [(x, y) for x, y in series.points if y is not None]
+        if not known:
+            texts.append(f"{series.name}: unknown.")
+            continue
+        ends = " to ".join(figure(y) for _, y in dict.fromkeys((known[0], known[-1])))
+        values = [y for _, y in known]
+        extremes = f" (between {figure(min(values))} and {figure(max(values))})" if len(known) > 2 else ""
+        texts.append(f"{series.name}: {ends}{extremes}.")
+    texts += [f"{guide.label}: {figure(guide.value)}." for guide in panel.guides]
+    return " ".join(texts)
+
+
+def _style(panel: Panel, index: int) -> int:
+    style = panel.series[index].style
+    return (index if style is None else style) % STYLES
+
+
 def _panel(panel: Panel) -> str:
-    points = [point for series in panel.series for point in series.points]
-    x_ticks = sorted({x for x, _ in points})
-    y_ticks = _log_ticks(points) if panel.is_log else _linear_ticks(points)
-    x_of = _scale(x_ticks[0], x_ticks[-1], _LEFT, _WIDTH - _RIGHT)
-    y_of = _scale(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP, is_log=panel.is_log)
-    parts = [f'<text class="panel" x="{_LEFT}" y="18">{escape(panel.title)}</text>']
+    points = _checked(panel)
+    bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
+    y_values = [y for _, y in points] + [guide.value for guide in panel.guides if guide.axis == "y"]
+    y_ticks = log_ticks(y_values) if panel.is_log else linear_ticks(max(panel.y_end, *y_values))
+    y_of = scale(y_ticks[0], y_ticks[-1], bottom, _TOP, is_log=panel.is_log)
+    x_ticks, x_of = _x_axis(panel, [x for series in panel.series for x, _ in series.points], right)
+    parts = [f'<text class="panel" x="8" y="16">{escape(shortened(panel.title, 44))}</text>']
     for y in y_ticks:
         at = y_of(y)
         parts += [
-            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>',
-            f'<text class="soft" text-anchor="end" x="{_LEFT - 8}" y="{at + 4:.1f}">{_number(y)}</text>',
+            f'<path class="grid" d="M{_LEFT} {at:.1f}H{right}"/>',
+            f'<text class="soft" text-anchor="end" x="{_LEFT - 6}" y="{at + 4:.1f}">{tick_text(y)}</text>',
         ]
-    bottom = _HEIGHT - _BOTTOM
-    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+    parts.append(f'<path class="axis" d="M{_LEFT} {bottom}H{right}"/>')
     parts += [
-        f'<text class="soft" text-anchor="middle" x="{x_of(x):.1f}" y="{bottom + 18}">{_number(x)}</text>'
+        f'<text class="soft" text-anchor="middle" x="{x_of(x):.1f}" y="{bottom + 17}">{tick_text(x)}</text>'
         for x in x_ticks
     ]
-    middle_x, middle_y = (_LEFT + _WIDTH - _RIGHT) / 2, (_TOP + bottom) / 2
-    turned = f"translate(16 {middle_y}) rotate(-90)"
+    turned = f"translate(13 {(_TOP + bottom) / 2}) rotate(-90)"
     parts += [
-        f'<text text-anchor="middle" x="{middle_x}" y="{bottom + 38}">{escape(panel.x_label)}</text>',
-        f'<text text-anchor="middle" transform="{turned}">{escape(panel.y_label)}</text>',
+        f'<text text-anchor="middle" x="{(_LEFT + right) / 2}" y="{bottom + 36}">{escape(panel.x_label)}</text>',
+        f'<text text-anchor="middle" transform="{turned}">{escape(shortened(panel.y_label, 34))}</text>',
     ]
-    free = math.inf
-    for i in reversed(range(len(panel.series))):
-        series = panel.series[i]
-        shade = f"var(--s{_shade(i, len(panel.series))})"
-        path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in series.points)
-        parts.append(f'<polyline class="line" style="stroke: {shade}" points="{path}"/>')
-        parts += [
-            f'<circle style="fill: {shade}" cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="3.5">'
-            f"<title>{escape(f'{series.name}, {panel.x_label} {_number(x)}: {_number(y)} {panel.y_label}')}</title>"
-            "</circle>"
-            for x, y in series.points
-        ]
-        last_x, last_y = series.points[-1]
-        if abs(y_of(last_y) - free) >= 12:  # where lines end together, the darkest one's name stands for them
-            free = y_of(last_y)
-            parts.append(f'<text x="{x_of(last_x) + 8:.1f}" y="{free + 4:.1f}">{escape(series.name)}</text>')
+    parts += [_line(panel, i, x_of, y_of) for i in reversed(range(len(panel.series)))]
+    parts += [_guide(guide, x_of, y_of) for guide in panel.guides]
     if panel.marked is not None:
         x, y = x_of(panel.marked[0]), y_of(panel.marked[1])
         parts += [
             f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="8"/>',
-            f'<text text-anchor="middle" x="{x:.1f}" y="{y - 14:.1f}">{escape(panel.mark_label)}</text>',
+            (
+                f'<text text-anchor="middle" x="{min(max(x, _LEFT + 28), right - 28):.1f}" y="{max(y - 13, 28):.1f}">'
+                f"{escape(panel.mark_label)}</text>"
+            ),
         ]
     return "".join(parts)
 
 
-def _shade(index: int, count: int) -> int:
-    return _SHADES - 1 if count == 1 else round(index * (_SHADES - 1) / (count - 1))
+def _checked(panel: Panel) -> list[tuple[float, float]]:
+    """All points that are known. Raises InputError where they cannot be drawn."""
+    points = [(x, y) for series in panel.series for x, y in series.points if y is not None]
+    where = f"chart {panel.title!r}"
+    if not points:
+        raise InputError("there is nothing to draw", where=where)
+    numbers = [value for point in points for value in point] + [guide.value for guide in panel.guides]
+    lowest = min(y for _, y in points)
+    if not all(map(math.isfinite, numbers)) or lowest < 0 or (panel.is_log and lowest == 0):
+        raise InputError(f"cannot draw these values of {panel.y_label}", where=where)
+    return points
 
 
-def _scale(low: float, high: float, start: float, end: float, *, is_log: bool = False) -> Callable[[float], float]:
-    """Position of a value between two ends."""
-    of = math.log10 if is_log else float
-    span = of(high) - of(low)
-
-    def position(value: float) -> float:
-        return start + (of(value) - of(low)) / span * (end - start) if span else (start + end) / 2
-
-    return position
-
-
-def _linear_ticks(points: Sequence[tuple[float, float]]) -> list[float]:
-    """Round numbers from 0 to the largest value or a little more."""
-    highest = max(0.0, *(y for _, y in points)) or 1.0
-    raw = highest / (_TICKS - 1)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9))
-    return [step * i for i in range(math.ceil(highest / step - 1e-9) + 1)]
+def _x_axis(panel: Panel, xs: Sequence[float], right: float) -> tuple[list[float], Callable[[float], float]]:
+    if panel.x_end is not None:
+        ticks = linear_ticks(panel.x_end)
+        return ticks, scale(0.0, ticks[-1], _LEFT + 2, right - 12)
+    distinct = sorted(set(xs))
+    at = scale(distinct[0], distinct[-1], _LEFT + 12, right - 12)
+    every = -(-len(distinct) // _MOST_TICKS)
+    return distinct[::every], at
 
 
-def _log_ticks(points: Sequence[tuple[float, float]]) -> list[float]:
-    """Powers of ten around all values."""
-    low = math.floor(math.log10(min(y for _, y in points)) + 1e-9)
-    high = max(math.ceil(math.log10(max(y for _, y in points)) - 1e-9), low + 1)
-    return [10.0**power for power in range(low, high + 1)]
+def _line(panel: Panel, index: int, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:
+    series, style = panel.series[index], _style(panel, index)
+    path, is_pen_down = [], False
+    for x, y in series.points:
+        if y is not None:
+            path.append(f"{'L' if is_pen_down else 'M'}{x_of(x):.1f} {y_of(y):.1f}")
+        is_pen_down = y is not None
+    parts = [
+        f'<path class="line" stroke="currentColor" stroke-dasharray="{DASHES[style]}" d="{"".join(path)}"/>',
+    ]
+    known = [(x, y) for x, y in series.points if y is not None]
+    # Markers of lines that lie on each other are set off against each other.
+    every = -(-len(known) // _MOST_MARKERS)
+    first = index % every
+    parts += [
+        marker(
+            style,
+            x_of(x),
+            y_of(y),
+            escape(f"{series.name}, {panel.x_label} {tick_text(x)}: {figure(y)} {panel.y_label}"),
+        )
+        for x, y in known[first::every]
+    ]
+    return f'<g class="s{style}">{"".join(parts)}</g>'
 
 
-def _number(value: float) -> str:
-    if value == int(value) or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
+def _guide(guide: Guide, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:
+    label, bottom, right = escape(shortened(guide.label, 30)), HEIGHT - _BOTTOM, WIDTH - _RIGHT
+    if guide.axis == "y":
+        at = y_of(guide.value)
+        return (
+            f'<path class="guide" d="M{_LEFT} {at:.1f}H{right}"/>'
+            f'<text class="value" text-anchor="end" x="{right}" y="{at - 5:.1f}">{label}</text>'
+        )
+    at = x_of(guide.value)
+    is_right = at > (_LEFT + right) / 2
+    anchor, x = ("end", at - 5) if is_right else ("start", at + 5)
+    return (
+        f'<path class="guide" d="M{at:.1f} {_TOP - 6}V{bottom}"/>'
+        f'<text class="value" text-anchor="{anchor}" x="{x:.1f}" y="{_TOP + 4}">{label}</text>'
+    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 
+from artifacts.evaluations import latest_sensitivity, list_evaluations
 from artifacts.library import open_library
 from artifacts.store import open_store
 from coral_core.cli.entry import run
@@ -17,9 +18,11 @@ from coral_core.config.resolve import on_demand_prices, resolve_scenario
 from coral_core.config.scenario import load_scenario
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
+from coral_core.report.page import Figure
+from coral_core.report.sensitivity_report import sensitivity_chart, sensitivity_figure
 from tasks.executor import InlineExecutor
 from tasks.library import build_library, build_spec_from_scenario
-from tasks.sensitivity import SensitivityPoint, sensitivity, sensitivity_chart
+from tasks.sensitivity import SensitivityPoint, sensitivity
 
 NAMES = count()
 
@@ -111,11 +114,11 @@ def test_what_the_scenario_does_not_serve_is_named(models, phase):
 
 def test_the_chart_shows_and_says_where_the_published_setting_stands():
     points = [
-        point(n_max=n_max, rho=rho, best_per_usd=10.0 * n_max, templates=n_max)
+        asdict(point(n_max=n_max, rho=rho, best_per_usd=10.0 * n_max, templates=n_max))
         for n_max in (5, 6, 8)
         for rho in (6.0, 12.0)
     ]
-    root = ET.fromstring(sensitivity_chart([*points, point(model="other", n_max=5)]))
+    root = ET.fromstring(sensitivity_chart([*points, asdict(point(model="other", n_max=5))]))
     description = root.find("{http://www.w3.org/2000/svg}desc").text
     assert "m prefill: the best template gives 80 per USD/h at N_max 8" in description
     assert "the published setting gives 75.0% of it, from 6 templates" in description
@@ -125,22 +128,35 @@ def test_the_chart_shows_and_says_where_the_published_setting_stands():
 
 
 def test_a_model_without_any_template_is_said_and_not_drawn():
-    nothing = point(model="huge", templates=0, best_per_usd=None, best_nodes="")
-    text = sensitivity_chart([nothing, point(n_max=5)])
+    nothing = asdict(point(model="huge", templates=0, best_per_usd=None, best_nodes=""))
+    text = sensitivity_chart([nothing, asdict(point(n_max=5, phase="aggregated"))])
     assert "huge: no template at any setting." in text
     assert "huge prefill" not in text
+    assert "requests/s per USD/h" in text
+    assert sensitivity_figure([nothing]) is None
+    found = sensitivity_figure([nothing, asdict(point())])
+    assert isinstance(found, Figure)
+    assert len(found.charts) == 3
+    assert "huge: no template at any setting." in found.caption
     with pytest.raises(InputError, match="nothing to draw"):
         sensitivity_chart([nothing])
 
 
-def test_the_command_prints_a_table_json_and_a_chart(tmp_path, capsys):
+def test_the_command_prints_a_table_json_and_a_chart_and_records(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     chart = tmp_path / "chart.svg"
     arguments = ["evaluate", "sensitivity", "--scenario", "tiny", "--model", "phi-4", "--n-max", "1", "--n-max", "2"]
     assert run([*arguments, "--rho", "12", "--chart", str(chart), "--json"]) == 0
     points = json.loads(capsys.readouterr().out)
     assert [(p["model"], p["n_max"], p["rho"]) for p in points] == [("phi-4", 1, 12.0), ("phi-4", 2, 12.0)]
     ET.fromstring(chart.read_text(encoding="utf-8"))
-    assert run([*arguments, "--rho", "12"]) == 0
+    store = open_store(str(tmp_path / ".coral" / "store"))
+    assert latest_sensitivity(store, "tiny") == points
+    assert list_evaluations(store, "tiny") == []
+    assert "sensitivity.json" in store.get("evaluations/tiny/index.md").decode()
+    recorded = store.list_keys("evaluations")
+    assert run([*arguments, "--rho", "12", "--dry-run"]) == 0
+    assert store.list_keys("evaluations") == recorded
     shown = capsys.readouterr().out
     assert "2xL40S" in shown
     assert "predicted" in shown
@@ -158,8 +174,10 @@ def test_the_command_prints_a_table_json_and_a_chart(tmp_path, capsys):
             "no configuration is left",
         ),
         (["--model", "phi-4", "--chart", "no-such-folder/chart.svg"], "no such folder"),
+        (["--model", "phi-4", "--n-max", "1", "--rho", "0.1", "--chart", "chart.svg"], "nothing to draw"),
     ],
 )
-def test_wrong_limits_are_named(arguments, message, capsys):
+def test_wrong_limits_are_named(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert run(["evaluate", "sensitivity", "--scenario", "tiny", *arguments]) == 2
     assert message in capsys.readouterr().err

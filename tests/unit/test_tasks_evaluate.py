@@ -8,14 +8,24 @@ from datetime import UTC, datetime
 
 import pytest
 
-from artifacts.evaluations import list_evaluations, read_evaluation, read_table, write_evaluation
+from artifacts.evaluations import (
+    latest_sensitivity,
+    list_evaluations,
+    read_evaluation,
+    read_table,
+    write_evaluation,
+    write_sensitivity,
+)
 from artifacts.store import open_store
 from coral_core.cli.entry import run
 from coral_core.config.policies import scenario_policies
 from coral_core.errors import NoSolutionError, StoreError
+from coral_core.report.evaluation_page import evaluation_html
 from coral_core.report.evaluation_report import evaluation_markdown, evaluation_tables
 from tasks.evaluate import KINDS, evaluate
+from tasks.replay import plan_epochs
 from tests.fakes.evaluation_cases import micro, resolved, source_of
+from tests.fakes.html_page import faults
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 
@@ -152,10 +162,11 @@ def test_every_table_says_what_kind_its_figures_are(found):
 
 def test_an_evaluation_is_recorded_whole(found):
     store = open_store("memory://evaluations-whole")
-    arguments = {"document": found.document, "tables": found.tables, "report_md": "# x\n"}
+    arguments = {"document": found.document, "tables": found.tables, "report_md": "# x\n", "report_html": "<p>"}
     urls = write_evaluation(store, "micro", NOW, **arguments)
     assert urls == write_evaluation(store, "micro", NOW, **arguments)
-    assert set(urls) == {"summary.json", "report.md", *(f"{name}.parquet" for name in found.tables)}
+    assert set(urls) == {"summary.json", "report.md", "report.html", *(f"{name}.parquet" for name in found.tables)}
+    store.put("evaluations/micro/copy of mine/summary.json", b"{}")
     assert list_evaluations(store, "micro") == [NOW]
     summary = read_evaluation(store, "micro", NOW)
     assert summary["policies"]["coral"]["goodput_tokens_per_s"] == pytest.approx(
@@ -168,6 +179,33 @@ def test_an_evaluation_is_recorded_whole(found):
     store.put(key, store.get(key.replace("epochs", "costs")))
     with pytest.raises(StoreError, match="not what its summary names"):
         read_table(store, "micro", NOW, "epochs")
+
+
+def test_a_sweep_lies_beside_evaluations_and_is_none(caplog):
+    store = open_store("memory://evaluations-sweep")
+    assert latest_sensitivity(store, "micro") == []
+    for day, templates in ((1, 5), (2, 7)):
+        time = datetime(2026, 5, day, tzinfo=UTC)
+        points = [{"model": "m", "templates": templates}]
+        urls = write_sensitivity(store, "micro", time, points=points, chart_svg="<svg/>" if day == 1 else None)
+        assert set(urls) == {"sensitivity.json", *(["sensitivity.svg"] if day == 1 else [])}
+    assert latest_sensitivity(store, "micro") == [{"model": "m", "templates": 7}]
+    newest = next(key for key in reversed(store.list_keys("evaluations")) if key.endswith("sensitivity.json"))
+    for damaged in (b"", b"[]", b'{"schema_version": 9}'):
+        store.put(newest, damaged)
+        assert latest_sensitivity(store, "micro") == []
+        assert "sensitivity is not shown" in caplog.text
+        caplog.clear()
+    assert list_evaluations(store, "micro") == []
+
+
+def test_the_page_of_a_true_evaluation_is_whole(found):
+    text = evaluation_html(found.document, found.tables, time="now")
+    assert not faults(text)
+    for name in found.document["policies"]:
+        assert name in text
+    assert "SLO 1.2 s" in text
+    assert found.document["input_hashes"]["catalogue"] in text
 
 
 @pytest.fixture
@@ -196,11 +234,44 @@ def test_the_command_evaluates_and_records(coral, tmp_path):
     [time] = list_evaluations(store, "micro")
     assert read_evaluation(store, "micro", time)["seeds"] == [3, 4]
 
-    code, out, _ = coral("evaluate", path, "--policies", "coral", "--seeds", "3", "--dry-run")
+    assert document["url"].endswith("/report.html")
+    index = store.get("evaluations/micro/index.md").decode()
+    assert "report.html" in index
+    assert "[micro](micro/index.md)" in store.get("evaluations/index.md").decode()
+
+    report = tmp_path / "here.html"
+    code, out, _ = coral("evaluate", path, "--policies", "coral", "--seeds", "3", "--dry-run", "--report", report)
     assert code == 0
+    assert not faults(report.read_text(encoding="utf-8"))
     assert "simulated" in out
     assert "nothing was recorded" in out
     assert len(list_evaluations(store, "micro")) == 1
+
+
+def test_a_failed_policy_shows_in_the_exit_code(coral, tmp_path, monkeypatch):
+    def fails(source, policy, **options):
+        if policy.name == "homo":
+            raise NoSolutionError("gave up", where="epoch 1")
+        return plan_epochs(source, policy, **options)
+
+    monkeypatch.setattr("tasks.evaluate.plan_epochs", fails)
+    path = micro(tmp_path)
+    code, out, err = coral("evaluate", path, "--policies", "coral", "homo", "--seeds", 1)
+    assert code == 3
+    assert "homo: failed: epoch 1: gave up" in err
+    assert "policy homo failed and is in no figure: epoch 1: gave up" in out
+
+
+def test_without_jinja2_all_but_the_page_is_recorded(coral, tmp_path, monkeypatch):
+    monkeypatch.setattr("coral_core.report.page.can_render", lambda: False)
+    path = micro(tmp_path)
+    code, out, err = coral("evaluate", path, "--policies", "coral", "--seeds", 1, "--json")
+    assert code == 0
+    assert "no HTML report" in err
+    assert json.loads(out)["url"].endswith("/report.md")
+    code, _, err = coral("evaluate", path, "--policies", "coral", "--report", "x.html")
+    assert code == 2
+    assert "coral-serve[report]" in err
 
 
 def test_the_command_simulates_one_policy(coral, tmp_path):
@@ -227,6 +298,8 @@ def test_the_command_simulates_one_policy(coral, tmp_path):
         (("simulate", "{path}", "--policy", "helix"), "no fixed pool"),
         (("simulate", "{path}", "--prefill-utilization", "1.5"), "--prefill-utilization: 1.5 is not in (0, 1]"),
         (("evaluate", "no-such-scenario"), "unknown scenario"),
+        (("evaluate", "{path}", "--report", "no-such/report.html"), "no such folder"),
+        (("evaluate", "{path}", "--report", "."), "is a folder"),
     ],
 )
 def test_wrong_words_are_answered_in_one_line(coral, tmp_path, arguments, message):
