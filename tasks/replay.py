@@ -294,7 +294,8 @@ def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans) -> Fleet:
     for name, template in plans.templates.items():
         table = tables[template.model, template.variant, template.phase]
         try:
-            usable[name] = sim_instance(name, template, table, served[template.model, template.variant], configs)
+            instance = sim_instance(name, template, table, served[template.model, template.variant], configs)
+            usable[name] = replace(instance, template=name)  # the plan's name, which tells the markets apart
         except (NoSolutionError, DataGapError) as error:
             dropped.append(f"instances of {name} cannot serve: {error}")
     pd_same_region = plans.pd_same_region and resolved.scenario.allocation.pd_same_region
