@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from artifacts.leases import LeaseTerms
 from coral_core.config.demand import DemandSpec
 from coral_core.config.scenario import PolicyName, scenario_names
+from coral_core.config.settings import load_settings
 from tasks.apply import Patience
 from tasks.library import ILP_COMBINATIONS_PER_SHARD
 
@@ -180,6 +181,11 @@ class TeardownParameters(BaseModel):
     )
     dry_run: bool = Field(default=False, description="Only list the steps.")
     acting: ActingParameters = ActingParameters()
+
+    @property
+    def fleet_name(self) -> str:
+        """The fleet, for names of runs."""
+        return self.fleet or load_settings().fleet
 
 
 class EvaluateParameters(_Parameters):

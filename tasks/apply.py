@@ -6,7 +6,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final, Literal, cast
 
@@ -31,7 +31,7 @@ from artifacts.store import Store, open_store
 from coral_core.cloud.apply import apply_plan, preview_plan
 from coral_core.cloud.fleet_view import gather
 from coral_core.cloud.ports import ApplyPolicy, ApplyReport, ApplyStatus, FleetEvent, Ports, Preview
-from coral_core.cloud.steps import ReconcilePolicy, step_lines
+from coral_core.cloud.steps import Action, ReconcilePolicy, step_lines
 from coral_core.cloud.tags import check_fleet_name
 from coral_core.config.settings import ProviderName, Settings
 from coral_core.domain.fleet import (
@@ -181,7 +181,7 @@ def carry_out(job: Job, lease: Lease, goal: Goal) -> Done:
             epoch=plan.epoch,
             begun_at=provider.clock.now(),
             cost_before_usd_per_h=cost_usd_per_h(before.nodes, prices),
-            steps=step_lines(before.todo),
+            steps=change_lines(before),
         ),
     )
     for run in dead:
@@ -214,7 +214,13 @@ def preview(job: Job, goal: Goal) -> Preview:
     )
 
 
-def verified(job: Job, plan: FleetPlan, report: ApplyReport, regions: Iterable[str]) -> tuple[Outcome, str]:
+def change_lines(found: Preview) -> tuple[str, ...]:
+    """The steps that change something, one line each: weights of what is up are only said again."""
+    steps = tuple(s for s in found.todo.steps if not (s.action is Action.WEIGHT and s.weight > 0))
+    return step_lines(replace(found.todo, steps=steps))
+
+
+def verified(job: Job, plan: FleetPlan, report: ApplyReport, regions: Sequence[str]) -> tuple[Outcome, str]:
     """The outcome of a run; one that says it has converged is believed after another look at the cloud."""
     if report.status is not ApplyStatus.CONVERGED:
         return Outcome(report.status.value), report.reason
@@ -225,7 +231,7 @@ def verified(job: Job, plan: FleetPlan, report: ApplyReport, regions: Iterable[s
         len(w.spec.slots) * w.count for w in plan.wanted
     )
     if found == wish and stray == 0:
-        return Outcome.CONVERGED, report.reason
+        return Outcome.CONVERGED, report.reason if wish else f"nothing is left in {', '.join(sorted(regions))}"
     return Outcome.FAILED, f"looked at again, the fleet is not the plan: it has {_counts(found)}, not {_counts(wish)}"
 
 

@@ -13,14 +13,13 @@ from artifacts.index import index_plans
 from artifacts.library import LibrarySnapshot
 from artifacts.plans import StoredPlan, list_plans, read_plan, write_plan
 from coral_core.cloud.ports import Preview
-from coral_core.cloud.steps import step_lines
 from coral_core.cloud.supply import Reading
 from coral_core.config.demand import DemandSpec
 from coral_core.config.resolve import ResolvedScenario
 from coral_core.domain.allocation import AllocationProblem
 from coral_core.domain.fleet import Offer
 from coral_core.errors import InputError
-from tasks.apply import Goal, Job, Mode, all_regions, check_patience, limits_of, preview, wanted_of_plan
+from tasks.apply import Goal, Job, Mode, all_regions, change_lines, check_patience, limits_of, preview, wanted_of_plan
 from tasks.demand import planned_demand
 from tasks.observe import (
     Observation,
@@ -154,7 +153,7 @@ def dry_run(job: Job, wish: Wish) -> DryRun:
     todo: Preview = preview(job, goal)
     return DryRun(
         outcome=outcome,
-        steps=step_lines(todo.todo),
+        steps=change_lines(todo),
         cost_now_usd_per_h=cost_usd_per_h(todo.nodes, seen.prices_usd_per_h),
         cost_planned_usd_per_h=outcome.plan["cost_usd_per_h"],
     )

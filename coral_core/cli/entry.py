@@ -20,7 +20,7 @@ app = App(
     name="coral",
     version=__version__,
     help="Serve many LLMs at once on rented, mixed cloud GPUs at the least cost.",
-    help_epilogue="Exit codes: 0 done, 2 wrong input, 3 no (full) solution, 4 a fact is missing, 5 solver, 6 store.",
+    help_epilogue="Exit codes: 0 done, 2 wrong input, 3 no (full) solution, 4 a fact is missing, 5 solver, 6 store, 7 cloud.",
 )
 for group, text in {
     "catalog": "GPUs, node configurations and their prices.",
@@ -29,6 +29,7 @@ for group, text in {
     "scenario": "What to serve, where, on what: list, show and copy scenarios.",
     "library": "Build, list, show and compare template libraries.",
     "plan": "The cheapest plan for a scenario, and why it is so.",
+    "fleet": "What runs, what a run would change, what earlier runs did.",
     "placement": "Solve placement problems of your own (JSON in, JSON out).",
     "allocation": "Solve allocation problems of your own (JSON in, JSON out).",
     "artifacts": "List, show and fetch what lies in the object store.",
@@ -40,6 +41,8 @@ for group, text in {
 app.command(
     "coral_core.cli.doctor:doctor", name="doctor", help="What is installed, licensed and reachable; input ages."
 )
+app.command("coral_core.cli.reallocate:reallocate", name="reallocate", help="Plan, and make the fleet the plan.")
+app.command("coral_core.cli.teardown:teardown", name="teardown", help="Release all that a fleet holds.")
 app.command("coral_core.cli.demo:demo", name="demo", help="The main job on the scenario `tiny`, end to end.")
 app.command("coral_core.cli.simulate:simulate", name="simulate", help="One policy on a scenario, in the simulator.")
 app.command(
