@@ -10,7 +10,15 @@ from coral_core.report.figures import figure, usd
 
 Table = tuple[tuple[str, ...], list[tuple[object, ...]]]
 
-_FAMILIES = {"capacity": "nodes to be had", "floor": "least instances", "cap": "most instances"}
+_FAMILIES = {
+    "capacity": "nodes to be had",
+    "floor": "least instances",
+    "cap": "most instances",
+    "budget": "budget in USD/h",
+    "on_demand": "share served without spot nodes",
+    "region_demand": "share served in a region",
+    "redundancy": "share left after a loss",
+}
 
 
 def limits_table(explanation: Mapping[str, Any]) -> Table:
@@ -36,10 +44,11 @@ def marginal_table(explanation: Mapping[str, Any]) -> Table:
 
 def relaxation_text(explanation: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     """Where these prices come from, and why they add up to less than the plan."""
+    counted = " and preferences" if plan.get("preference_usd_per_h") else ""
     return (
         "These prices are those of a relaxation that may rent fractions of an instance, so it pays for exactly what is "
         f"asked: {usd(explanation['relaxed_objective_usd_per_h'])} USD/h. The plan rents whole instances and costs "
-        f"{usd(plan['objective_usd_per_h'])} USD/h with start-up; with whole instances nothing costs less than "
+        f"{usd(plan['objective_usd_per_h'])} USD/h with start-up{counted}; with whole instances nothing costs less than "
         f"{usd(plan['bound_usd_per_h'])} USD/h."
     )
 
