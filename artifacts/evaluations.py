@@ -77,15 +77,16 @@ def latest_sensitivity(store: Store, scenario: str) -> list[dict[str, Any]]:
     """
     try:
         times = _times(store, scenario, SENSITIVITY)
-        if not times:
-            return []
-        key = f"{evaluation_group(scenario, times[-1])}/{SENSITIVITY}"
-        found = parsed_object(store.get(key), where=store.url_of(key))
-        if found.get("schema_version") != _SENSITIVITY_VERSION:
-            raise StoreError(f"has not schema version {_SENSITIVITY_VERSION}", where=store.url_of(key))
+        return _read_points(store, f"{evaluation_group(scenario, times[-1])}/{SENSITIVITY}") if times else []
     except StoreError as error:
         _LOG.warning("the sensitivity is not shown: %s", error)
         return []
+
+
+def _read_points(store: Store, key: str) -> list[dict[str, Any]]:
+    found = parsed_object(store.get(key), where=store.url_of(key))
+    if found.get("schema_version") != _SENSITIVITY_VERSION:
+        raise StoreError(f"has not schema version {_SENSITIVITY_VERSION}", where=store.url_of(key))
     points: list[dict[str, Any]] = found["points"]
     return points
 

@@ -230,6 +230,6 @@ def _guide(guide: Guide, x_of: Callable[[float], float], y_of: Callable[[float],
     is_right = at > (_LEFT + right) / 2
     anchor, x = ("end", at - 5) if is_right else ("start", at + 5)
     return (
-        f'<path class="guide" d="M{at:.1f} {_TOP - 6}V{bottom}"/>'
-        f'<text class="value" text-anchor="{anchor}" x="{x:.1f}" y="{_TOP + 4}">{label}</text>'
+        f'<path class="guide" d="M{at:.1f} {_TOP - 12}V{bottom}"/>'
+        f'<text text-anchor="{anchor}" x="{x:.1f}" y="{_TOP - 4}">{label}</text>'
     )
