@@ -11,7 +11,15 @@ from coral_core.allocation.baselines.cauchy import cauchy
 from coral_core.allocation.baselines.combos import candidate_combos
 from coral_core.allocation.coverage import coverage_of
 from coral_core.allocation.verify import verify_allocation
-from coral_core.domain.allocation import AllocationOptions, AllocationProblem, DemandRow, Running, TemplateColumns
+from coral_core.domain.allocation import (
+    AllocationOptions,
+    AllocationProblem,
+    DemandRow,
+    Exclusion,
+    Preference,
+    Running,
+    TemplateColumns,
+)
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
 from coral_core.solver.highs import HighsSolver
@@ -205,3 +213,58 @@ def test_a_solver_that_misses_a_demand_is_asked_for_more():
     solver = Sloppy()
     assert cauchy(problem(SIMPLE, rows()), solver=solver).full
     assert solver.raised
+
+
+def test_a_combo_is_of_one_variant_and_variants_compete():
+    given = problem(
+        [("m", P, (1, 0), 100.0), ("m", D, (1, 0), 10.0), ("m", P, (1, 0), 50.0), ("m", D, (1, 0), 100.0)], rows()
+    )
+    given = replace(given, templates=replace(given.templates, variants=("bf16", "bf16", "fp8", "fp8")))
+    combos = candidate_combos(given, coverage_of(given), keep=9)
+    of_combo = [{given.templates.variants[t] for t in np.flatnonzero(row)} for row in combos.replicas]
+    assert all(len(variants) == 1 for variants in of_combo)
+    # bf16 takes 1 + 10 nodes, fp8 two combos of 1 + 1
+    assert counts(cauchy(given)) == {("t2", "r0"): 2, ("t3", "r0"): 2}
+
+
+def spot_problem(**fields):
+    """Configuration b is spot and far cheaper."""
+    templates = [("m", phase, nodes, 50.0) for phase in (P, D) for nodes in ((1, 0), (0, 1))]
+    given = problem(templates, rows(**fields), price=((1.0, 0.2),))
+    return replace(given, spot_configs=("b",))
+
+
+def test_combos_without_spot_nodes_are_kept_where_a_share_must_do_without():
+    assert counts(cauchy(spot_problem(), candidates=1)) == {("t1", "r0"): 2, ("t3", "r0"): 2}
+    half = cauchy(spot_problem(on_demand_frac=0.5), candidates=1)
+    assert half.full
+    assert counts(half) == {("t0", "r0"): 1, ("t1", "r0"): 1, ("t2", "r0"): 1, ("t3", "r0"): 1}
+
+
+def test_exclusions_the_budget_and_regions_are_kept():
+    given = spot_problem()
+    banned = replace(given, exclusions=(Exclusion(model="m", config="b"),))
+    assert counts(cauchy(banned)) == {("t0", "r0"): 2, ("t2", "r0"): 2}
+    poor = cauchy(replace(banned, options=replace(given.options, budget_usd_per_h=3.0)))
+    assert poor.cost_usd_per_h <= 3.0
+    assert poor.shortfall[0].frac == pytest.approx(0.5)
+    nothing = cauchy(replace(banned, options=replace(given.options, budget_usd_per_h=0.0)))
+    assert nothing.instances == ()
+    two = replace(
+        problem(SIMPLE, rows(), available=((99, 99), (99, 99)), price=((1.0, 2.0), (1.5, 3.0))),
+        demand=rows(region_fracs=(("r1", 0.4),)),
+    )
+    apart = cauchy(two)
+    assert apart.full
+    assert sum(n for (_, region), n in counts(apart).items() if region == "r1") >= 2
+    elsewhere = cauchy(replace(two, available=np.array([[99, 99], [0, 0]])))
+    assert elsewhere.shortfall[0].frac == pytest.approx(0.4)
+
+
+def test_preferences_move_combos_but_not_what_they_cost():
+    given = problem(SIMPLE, rows(), available=((99, 99), (99, 99)), price=((1.0, 2.0), (1.1, 2.1)))
+    assert {region for _, region in counts(cauchy(given))} == {"r0"}
+    moved = cauchy(replace(given, preferences=(Preference(region="r1", price_factor=0.5),)))
+    assert {region for _, region in counts(moved)} == {"r1"}
+    assert moved.cost_usd_per_h > cauchy(given).cost_usd_per_h
+    assert moved.preference_usd_per_h == pytest.approx(-moved.cost_usd_per_h / 2)

@@ -13,6 +13,8 @@ from coral_core.domain.allocation import (
     AllocationProblem,
     AllocationStatus,
     DemandRow,
+    Exclusion,
+    Preference,
     Running,
     TemplateColumns,
 )
@@ -113,3 +115,83 @@ def test_phases_that_share_a_region_share_its_nodes():
     assert held(scarce) == {("p", "r0"): 2, ("d", "r0"): 2}
     full = homo(replace(given, available=np.array([[0], [9]])))
     assert held(full) == {("p", "r1"): 4, ("d", "r1"): 4}
+
+
+SPOT = problem(
+    {"a": ("m", D, [1, 0], 10.0), "s": ("m", D, [0, 1], 10.0)},
+    [[9, 9], [9, 9]],
+    [[1.0, 0.4], [1.2, 0.5]],
+    (DemandRow(model="m", phase=D, tokens_per_s=40.0),),
+    spot_configs=("c1",),
+)
+
+
+def asked(**fields):
+    return replace(SPOT, demand=(replace(SPOT.demand[0], **fields),))
+
+
+def test_only_the_on_demand_share_is_kept_off_spot_nodes():
+    assert held(homo(SPOT)) == {("s", "r0"): 4}
+    assert held(homo(asked(on_demand_frac=0.5))) == {("a", "r0"): 2, ("s", "r0"): 2}
+    assert held(homo(asked(on_demand_frac=1.0))) == {("a", "r0"): 4}
+
+
+def test_a_region_gets_its_share_and_the_rest_goes_where_it_is_cheap():
+    assert held(homo(asked(region_fracs=(("r1", 0.5),)))) == {("s", "r0"): 2, ("s", "r1"): 2}
+
+
+def test_a_spare_is_no_larger_than_what_may_fail():
+    assert held(homo(asked(spare_instances=1))) == {("s", "r0"): 5}
+    both = homo(asked(spare_instances=1, region_fracs=(("r1", 0.5),)))
+    # either loss must leave r1 its half and all of it the whole
+    assert held(both) == {("s", "r0"): 2, ("s", "r1"): 3}
+    nothing_left = replace(asked(spare_instances=1), available=np.array([[0, 4], [0, 0]]))
+    lacking = homo(nothing_left).shortfall[0]
+    assert lacking.spare_frac == pytest.approx(lacking.frac)
+    assert lacking.frac > 0
+
+
+def test_exclusions_preferences_and_the_budget_are_kept():
+    excluded = replace(SPOT, exclusions=(Exclusion(config="c1", region="r0"),))
+    assert held(homo(excluded)) == {("s", "r1"): 4}
+    preferred = replace(SPOT, preferences=(Preference(region="r1", price_factor=0.5),))
+    result = homo(preferred)
+    assert held(result) == {("s", "r1"): 4}
+    assert (result.cost_usd_per_h, result.preference_usd_per_h) == (pytest.approx(2.0), pytest.approx(-1.0))
+    poor = homo(replace(SPOT, options=AllocationOptions(budget_usd_per_h=1.3)))
+    assert held(poor) == {("s", "r0"): 3}
+    assert poor.shortfall[0].frac == pytest.approx(0.25)
+    assert homo(replace(SPOT, options=AllocationOptions(budget_usd_per_h=0.0))).instances == ()
+
+
+def test_a_budget_that_binds_in_the_middle_of_a_pair_leaves_no_half_pair():
+    given = replace(
+        problem(
+            {"p": ("m", P, [1], 10.0), "d": ("m", D, [1], 10.0)},
+            [[99]],
+            [[1.0]],
+            tuple(DemandRow(model="m", phase=phase, tokens_per_s=40.0) for phase in (P, D)),
+        ),
+        options=AllocationOptions(pd_same_region=True, budget_usd_per_h=5.0),
+    )
+    assert held(homo(given)) == {("p", "r0"): 2, ("d", "r0"): 2}
+
+
+def test_variants_are_not_mixed_within_a_pair():
+    # the cheapest prefill is bf16, the cheapest decode fp8: together they serve nobody
+    given = problem(
+        {
+            "p16": ("m", P, [1], 40.0),
+            "d16": ("m", D, [1], 10.0),
+            "p8": ("m", P, [1], 20.0),
+            "d8": ("m", D, [1], 40.0),
+        },
+        [[99]],
+        [[1.0]],
+        tuple(DemandRow(model="m", phase=phase, tokens_per_s=40.0) for phase in (P, D)),
+        options=AllocationOptions(pd_same_region=True),
+    )
+    variants = ("bf16", "bf16", "fp8", "fp8")
+    given = replace(given, templates=replace(given.templates, variants=variants))
+    assert held(homo(given)) == {("p8", "r0"): 2, ("d8", "r0"): 1}
+    assert homogeneous(given).templates.variants == variants
