@@ -8,8 +8,7 @@ the same run plans again with what could be had, in mode `approve` with another 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import Final
@@ -32,11 +31,10 @@ from coral_core.config.resolve import resolve_scenario
 from coral_core.config.scenario import load_scenario
 from coral_core.config.settings import load_settings
 from coral_core.domain.fleet import Offer
-from coral_core.errors import CoralError
 from coral_core.report.figures import usd
 from coral_core.report.plan_report import headline, instances_table, unmet_text
 from flows.parameters import ReallocateParameters, artifact_key
-from tasks.apply import Done, Goal, Job, carry_out, holder_text, open_job, take
+from tasks.apply import Done, Goal, Job, carry_out, given_back_on_error, holder_text, open_job, take
 from tasks.observe import Observation
 from tasks.reallocate import Wish, check_acting, goal_of, plan_from, record_plan, record_unacted, see, why_outdated
 from tasks.reallocate import dry_run as what_a_run_would_do
@@ -169,16 +167,6 @@ def apply(job: Job, lease: Lease, goal: Goal) -> Done:
     done = carry_out(job, lease, goal)
     publish_link("result.json", done.result_url)
     return done
-
-
-@contextmanager
-def given_back_on_error(lease: Lease) -> Iterator[None]:
-    """A failure before the first change keeps nobody else waiting."""
-    try:
-        yield
-    except CoralError:
-        lease.give_back()
-        raise
 
 
 def ask(job: Job, params: ReallocateParameters, stored: StoredPlan) -> Reallocated | State[Reallocated] | None:

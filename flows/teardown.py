@@ -11,8 +11,8 @@ from artifacts.leases import Lease, LeaseTaken
 from artifacts.prefect_ui import publish_link, publish_table
 from coral_core.config.settings import load_settings
 from flows.parameters import TeardownParameters, artifact_key
-from flows.reallocate import Reallocated, ended, given_back_on_error
-from tasks.apply import Done, Goal, Job, carry_out, check_patience, holder_text, open_job, take
+from flows.reallocate import Reallocated, ended
+from tasks.apply import Done, Goal, Job, carry_out, check_patience, given_back_on_error, holder_text, open_job, take
 from tasks.teardown import Release, release_of
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final, Literal, cast
@@ -156,18 +157,52 @@ def check_patience(job: Job) -> None:
 def carry_out(job: Job, lease: Lease, goal: Goal) -> Done:
     """Bring the fleet to the goal and record it; the caller gives the lease back unless this raises.
 
-    Raises what `apply_plan` raises, recorded as a failed run; the lease must then be left to run out.
+    Raises what `apply_plan` raises. Before the first change that gives the lease back; after it the run is recorded as
+    failed, and the lease must be left to run out.
     """
+    with given_back_on_error(lease):
+        plan, policy = _begun(job, lease, goal)
+    events: list[FleetEvent] = []
+    ports = _ports(job, events.append, guard=lambda: _guarded(lease, job.provider.settle_s))
+    try:
+        report = apply_plan(plan, regions=goal.regions, limits=goal.limits, policy=policy, ports=ports)
+        outcome, reason = verified(job, plan, report, goal.regions)
+    except CoralError as error:
+        result = _result(job, Outcome.FAILED, str(error), events=events, notes=goal.notes)
+        write_result(job.store, job.fleet, goal.time, result)
+        raise
+    cost = cost_usd_per_h(report.nodes, goal.limits.price_usd_per_h)
+    result = _result(job, outcome, reason, report=report, cost=cost, events=events, notes=goal.notes)
+    return Done(
+        outcome=outcome,
+        reason=reason,
+        cost_usd_per_h=cost,
+        lowered=report.lowered,
+        plan_url="" if goal.plan is None else job.store.url_of(f"{plan_group(job.fleet, goal.time)}/{PLAN}"),
+        result_url=write_result(job.store, job.fleet, goal.time, result),
+    )
+
+
+@contextmanager
+def given_back_on_error(lease: Lease) -> Iterator[None]:
+    """A failure before the first change keeps nobody else waiting."""
+    try:
+        yield
+    except CoralError:
+        lease.give_back()
+        raise
+
+
+def _begun(job: Job, lease: Lease, goal: Goal) -> tuple[FleetPlan, ApplyPolicy]:
+    """All that must be on record before the first change: whose fleet, where it may be, what is about to be done."""
     provider = job.provider
     claim_fleet(job.store, FleetIdentity(fleet=job.fleet, provider=provider.name, account=goal.fleet.account))
     mark_regions(job.store, job.fleet, goal.regions)
     dead = _unfinished(job)
     plan = _fleet_plan(goal, lease, _same(dead[-1], goal, job) if dead else None)
-    events: list[FleetEvent] = []
-    ports = _ports(job, events.append, guard=lambda: _guarded(lease, provider.settle_s))
     policy = apply_policy(job, goal.zones)
+    ports = _ports(job, lambda _: None, guard=lambda: math.inf)
     before = preview_plan(plan, regions=goal.regions, limits=goal.limits, policy=policy, ports=ports)
-    prices = goal.limits.price_usd_per_h
     write_steps(
         job.store,
         job.fleet,
@@ -180,29 +215,13 @@ def carry_out(job: Job, lease: Lease, goal: Goal) -> Done:
             plan_id=plan.plan_id,
             epoch=plan.epoch,
             begun_at=provider.clock.now(),
-            cost_before_usd_per_h=cost_usd_per_h(before.nodes, prices),
+            cost_before_usd_per_h=cost_usd_per_h(before.nodes, goal.limits.price_usd_per_h),
             steps=change_lines(before),
         ),
     )
     for run in dead:
         _close(job, run)
-    try:
-        report = apply_plan(plan, regions=goal.regions, limits=goal.limits, policy=policy, ports=ports)
-        outcome, reason = verified(job, plan, report, goal.regions)
-    except CoralError as error:
-        result = _result(job, Outcome.FAILED, str(error), events=events, notes=goal.notes)
-        write_result(job.store, job.fleet, goal.time, result)
-        raise
-    cost = cost_usd_per_h(report.nodes, prices)
-    result = _result(job, outcome, reason, report=report, cost=cost, events=events, notes=goal.notes)
-    return Done(
-        outcome=outcome,
-        reason=reason,
-        cost_usd_per_h=cost,
-        lowered=report.lowered,
-        plan_url="" if goal.plan is None else job.store.url_of(f"{plan_group(job.fleet, goal.time)}/{PLAN}"),
-        result_url=write_result(job.store, job.fleet, goal.time, result),
-    )
+    return plan, policy
 
 
 def preview(job: Job, goal: Goal) -> Preview:

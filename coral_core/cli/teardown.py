@@ -53,13 +53,15 @@ def release(job: Job, regions: tuple[str, ...], *, as_json: bool) -> int:
     """Do it under the fleet's lease."""
     from artifacts.fleets import Outcome
     from artifacts.leases import LeaseTaken
-    from tasks.apply import carry_out, take
+    from tasks.apply import carry_out, given_back_on_error, take
     from tasks.teardown import release_of
 
     lease = take(job)
     if isinstance(lease, LeaseTaken):
         raise ProvisionError(str(lease), where=f"fleet {job.fleet}", fix="wait for that run to end, then try again")
-    done = carry_out(job, lease, release_of(job, regions).goal)
+    with given_back_on_error(lease):  # nothing has been changed yet
+        goal = release_of(job, regions).goal
+    done = carry_out(job, lease, goal)
     lease.give_back()
     if as_json:
         print_json({"fleet": job.fleet, "outcome": done.outcome, "reason": done.reason, "url": done.result_url})
