@@ -13,30 +13,25 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from artifacts.library import LibrarySnapshot, list_libraries, open_library
-from artifacts.store import Store
-from artifacts.templates import template_columns
-from coral_core.allocation.policies import Policy
+from coral_core.allocation.policies import HELIX, Policy
 from coral_core.config.requests import request_traces
 from coral_core.config.resolve import (
     ResolvedModel,
     ResolvedScenario,
     allocation_problem,
-    available_nodes,
     node_prices,
     problem_templates,
 )
-from coral_core.config.scenario import CapacitySpec, LibraryMethod, RandomWalk
-from coral_core.domain.allocation import AllocationResult, Running, TemplateColumns
+from coral_core.config.scenario import LibraryMethod
+from coral_core.domain.allocation import AllocationProblem, AllocationResult, Running
+from coral_core.domain.capacity import CapacityTable
 from coral_core.domain.hardware import split_market
 from coral_core.domain.templates import ServingTemplate
 from coral_core.domain.workload import Phase, Slo
@@ -59,96 +54,46 @@ from coral_core.sim import (
     simulate,
 )
 from coral_core.sim.timeline import Key, Timeline, timeline
-from tasks.executor import Executor
-from tasks.library import BuildProgress, build_library, build_spec_from_scenario, capacity_tables
-from tasks.plan import scenario_templates, stale_inputs, templates_by_id
+from tasks.library import build_spec_from_scenario, capacity_tables
+from tasks.plan import templates_by_id
+from tasks.template_source import (
+    TemplateSource,
+    fresh_library,
+    needed_methods,
+    policy_method,
+    scaled_columns,
+    with_method,
+)
+
+__all__ = [
+    "EpochPlan",
+    "Fleet",
+    "InstanceCounts",
+    "PolicyPlans",
+    "Replay",
+    "TemplateSource",
+    "fleet_of",
+    "fresh_library",
+    "instance_counts",
+    "latest_good_finish_s",
+    "needed_methods",
+    "plan_epochs",
+    "policy_method",
+    "replay",
+    "scaled_columns",
+    "scenario_requests",
+    "template_nodes",
+    "template_prices",
+    "why_not_simulated",
+    "with_method",
+]
 
 ANY_REGION: Final = frozenset({"coral_paper"})
 """Policies whose prefill and decode may lie in different regions; their KV then crosses at no extra delay."""
 
-FREE_SPLIT: Final = "lattice-free"
-PUBLISHED_SPLIT: Final = "lattice"
-
-
-def policy_method(resolved: ResolvedScenario, policy: Policy) -> LibraryMethod:
-    """How the templates that a policy plans from are made.
-
-    As the scenario says; but a policy that is meant for the published split never gets free ones.
-    """
-    method = resolved.scenario.library.method
-    return PUBLISHED_SPLIT if policy.published_split and method == FREE_SPLIT else method
-
-
-def needed_methods(resolved: ResolvedScenario, policies: Sequence[Policy]) -> tuple[LibraryMethod, ...]:
-    """The libraries that planning takes, each once; supply that is scaled to an ample plan needs the published split's."""
-    methods = [policy_method(resolved, policy) for policy in policies]
-    return tuple(dict.fromkeys([*methods, supply_method(resolved)] if scales_with_plan(resolved) else methods))
-
-
-def scales_with_plan(resolved: ResolvedScenario) -> bool:
-    """Whether the scenario's supply depends on what a plan holds."""
-    spec = resolved.scenario.availability
-    return isinstance(spec, RandomWalk) and spec.memory_frac_of_ample is not None
-
-
-def supply_method(resolved: ResolvedScenario) -> LibraryMethod:
-    """The library of the plan that supply is scaled to."""
-    method = resolved.scenario.library.method
-    return PUBLISHED_SPLIT if method == FREE_SPLIT else method
-
-
-def with_method(resolved: ResolvedScenario, method: LibraryMethod) -> ResolvedScenario:
-    """The scenario with another library method; the library gets a name of its own unless the method is the scenario's."""
-    scenario = resolved.scenario
-    if method == scenario.library.method:
-        return resolved
-    library = scenario.library.model_copy(update={"method": method, "name": f"{scenario.library_name}-{method}"})
-    return replace(resolved, scenario=scenario.model_copy(update={"library": library}))
-
-
-def fresh_library(
-    resolved: ResolvedScenario,
-    store: Store,
-    executor: Executor,
-    *,
-    on_progress: Callable[[BuildProgress], None] | None = None,
-) -> LibrarySnapshot:
-    """The newest snapshot of the scenario's library, built first where it is missing or stale."""
-    name = resolved.scenario.library_name
-    if name in list_libraries(store):
-        snapshot = open_library(store, name)
-        if not stale_inputs(resolved, snapshot):
-            return snapshot
-    manifest = build_library(build_spec_from_scenario(resolved), store, executor, on_progress=on_progress)
-    return open_library(store, name, manifest.version)
-
-
-class TemplateSource:
-    """The libraries of one scenario, by method, read once each; and the supply that all policies share."""
-
-    def __init__(self, resolved: ResolvedScenario, snapshots: Mapping[LibraryMethod, LibrarySnapshot]) -> None:
-        self.resolved = resolved
-        self.snapshots = dict(snapshots)
-        names = [config.name for config in resolved.configs]
-        self.rows: dict[LibraryMethod, pa.Table] = {
-            method: scenario_templates(with_method(resolved, method), snapshot)
-            for method, snapshot in snapshots.items()
-        }
-        self.columns = {method: template_columns(rows, names) for method, rows in self.rows.items()}
-        self.supply = self.supply_at({})
-
-    def supply_at(self, utilization: Mapping[Phase, float]) -> NDArray[np.int64]:
-        """(epochs, R, C) nodes to be had. Where it is scaled to an ample plan, that plan counts on the same capacities."""
-        resolved = self.resolved
-        method = supply_method(resolved) if scales_with_plan(resolved) else next(iter(self.columns))
-        return available_nodes(resolved, scaled_columns(self.columns[method], utilization, resolved.scenario.capacity))
-
-    def changed(self, resolved: ResolvedScenario) -> TemplateSource:
-        """The same libraries for a scenario that differs in nothing that templates depend on."""
-        other = copy(self)
-        other.resolved = resolved
-        other.supply = other.supply_at({})
-        return other
+_WARM_TEMPLATES: Final = 20
+"""Per model and phase, in the problem that a policy is warmed up with."""
+_warm: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +143,7 @@ def plan_epochs(
         problem = allocation_problem(resolved, columns, running, available=available)
         if policy.name in ANY_REGION:
             problem = replace(problem, options=replace(problem.options, pd_same_region=False))
+        _warm_up(policy, problem)
         started_s = time.perf_counter()
         result = policy.solve(problem)
         epochs.append(EpochPlan(result=result, solve_s=time.perf_counter() - started_s))
@@ -216,18 +162,30 @@ def plan_epochs(
     )
 
 
-def scaled_columns(columns: TemplateColumns, wanted: Mapping[Phase, float], capacity: CapacitySpec) -> TemplateColumns:
-    """Templates at other utilisations than those of `capacity`, with which they were made. InputError outside (0, 1]."""
-    for phase, value in wanted.items():
-        if not 0 < value <= 1:
-            raise InputError(f"{value!r} is not in (0, 1]", where=f"max_utilization_frac.{phase}")
-    pairs = set(zip(columns.models, columns.phases, strict=True))
-    factor = {
-        (model, phase): wanted[phase] / capacity.max_utilization_frac_of(model, phase) if phase in wanted else 1.0
-        for model, phase in pairs
-    }
-    factors = [factor[pair] for pair in zip(columns.models, columns.phases, strict=True)]
-    return replace(columns, throughput=columns.throughput * np.array(factors))
+def _warm_up(policy: Policy, problem: AllocationProblem) -> None:
+    """Let a policy solve a small problem first, once: what it compiles and loads is not part of a solve time.
+
+    A fixed pool is placed when it is first asked, which is, so it is left cold.
+    """
+    if policy.name in _warm or policy.name == HELIX:
+        return
+    _warm.add(policy.name)
+    templates, seen = problem.templates, Counter[tuple[str, Phase]]()
+    keep = []
+    for at, pair in enumerate(zip(templates.models, templates.phases, strict=True)):
+        if seen[pair] < _WARM_TEMPLATES:
+            keep.append(at)
+        seen[pair] += 1
+    few = replace(
+        templates,
+        ids=tuple(templates.ids[at] for at in keep),
+        models=tuple(templates.models[at] for at in keep),
+        phases=tuple(templates.phases[at] for at in keep),
+        variants=None if templates.variants is None else tuple(templates.variants[at] for at in keep),
+        nodes=templates.nodes[keep],
+        throughput=templates.throughput[keep],
+    )
+    policy.solve(replace(problem, templates=few, running=()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,14 +226,20 @@ def why_not_simulated(resolved: ResolvedScenario) -> str:
     return ""
 
 
-def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans) -> Fleet:
-    """The instances of all epochs and their lifecycle. Raises InputError for a scenario that cannot be simulated."""
+def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans, *, tables: Sequence[CapacityTable] | None = None) -> Fleet:
+    """The instances of all epochs and their lifecycle. Raises InputError for a scenario that cannot be simulated.
+
+    `tables` are the capacities that the templates were made from, where they are at hand.
+    """
     reason = why_not_simulated(resolved)
     if reason:
         raise InputError(f"plans of {plans.policy} are not simulated: {reason}", where=resolved.scenario.name)
     spec = build_spec_from_scenario(with_method(resolved, plans.method))
     assumptions = {build.shape.name: build.assumptions(spec.assumptions) for build in spec.models}
-    tables = {(table.model, table.variant, table.phase): table for table in capacity_tables(spec)}
+    made_from = {
+        (table.model, table.variant, table.phase): table
+        for table in (capacity_tables(spec) if tables is None else tables)
+    }
     factors = load_factors()
     served = {
         (model.shape.name, variant): Served(
@@ -292,7 +256,7 @@ def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans) -> Fleet:
     usable: dict[str, SimInstance] = {}
     dropped: list[str] = []
     for name, template in plans.templates.items():
-        table = tables[template.model, template.variant, template.phase]
+        table = made_from[template.model, template.variant, template.phase]
         try:
             instance = sim_instance(name, template, table, served[template.model, template.variant], configs)
             usable[name] = replace(instance, template=name)  # the plan's name, which tells the markets apart

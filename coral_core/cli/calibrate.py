@@ -1,15 +1,20 @@
-"""`coral calibrate`: how much of a capacity a plan may count on, found in the simulator."""
+"""`coral calibrate`: how much headroom a plan needs, by model and phase, found in the simulator."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from coral_core.cli.evaluate_scenario import Scenario, Seeds, prepared
+from coral_core.cli.evaluate_scenario import Scenario, Seeds
 from coral_core.cli.options import AsJson, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
+from coral_core.cli.work import choose_executor, open_configured_store, resolved_scenario
 from coral_core.errors import NoSolutionError
+
+if TYPE_CHECKING:
+    from tasks.calibrate import Calibration, Trial
 
 
 def calibrate(
@@ -21,56 +26,82 @@ def calibrate(
     handover: Annotated[
         bool, Parameter(help="Count hand-over from prefill to decode as time per output token, as clients see it.")
     ] = True,
+    n_max: Annotated[
+        int | None, Parameter(help="Most nodes in a combination, to be faster than with the scenario's own.")
+    ] = None,
+    executor: Annotated[Literal["auto", "ray", "inline"], Parameter(help="Who builds the libraries.")] = "auto",
     store: StoreUrl = None,
     as_json: AsJson = False,
 ) -> int:
-    """Find the highest max_utilization_frac per phase at which a plan's simulated goodput still meets its demand.
+    """Find the cheapest headroom per model and phase at which a plan's simulated goodput meets its demand.
 
-    The exit code is 3 where the target is not met even at the lowest fraction tried.
+    Two shares are sought: slo_frac of the latency bound, and max_utilization_frac of the throughput. Seeds default to
+    others than the scenarios', so that what is found is tried on requests it was not found with. The exit code is 3
+    where a model misses the target at every headroom tried.
     """
-    from coral_core.report.evaluation_report import percent
-    from tasks.calibrate import Trial
+    from coral_core.config.policies import scenario_policies
+    from tasks.calibrate import SEEDS
     from tasks.calibrate import calibrate as calibrated
+    from tasks.library import build_spec_from_scenario
 
-    source, chosen = prepared(scenario, [policy], store=store, quiet=as_json)
-
-    def tell(trial: Trial) -> None:
-        if not as_json:
-            shares = ", ".join(f"{phase} {value:g}" for phase, value in trial.utilization.items())
-            worst = min(trial.goodput_frac.values(), default=0.0)
-            print_note(f"{shares}: {trial.cost_usd_per_h:.2f} USD/h, worst model {worst:.1%} within its SLO")
-
+    resolved = resolved_scenario(scenario)
     found = calibrated(
-        source,
-        chosen[policy],
-        list(dict.fromkeys(seeds)) or list(source.resolved.scenario.seeds),
+        resolved,
+        scenario_policies(resolved, [policy])[policy],
+        open_configured_store(store),
+        choose_executor(executor, workers=os.cpu_count() or 1, spec=build_spec_from_scenario(resolved)),
+        seeds=list(dict.fromkeys(seeds)) or SEEDS,
         target_frac=target,
         handover=handover,
-        on_trial=tell,
+        n_max=n_max,
+        on_trial=(lambda _: None) if as_json else _tell,
     )
-    code = 0 if found.found else NoSolutionError.exit_code
     if as_json:
         print_json(found.document)
-        return code
-    last = found.trials[-1] if found.found else found.trials[0]
-    shown = next((one for one in found.trials if one.utilization == found.found), last)
-    rows = [
-        (
-            model,
-            percent(shown.goodput_frac[model]),
-            percent(shown.without_handover_goodput_frac[model]),
-            *(
-                shown.latencies_s.get(model, {}).get(name)
-                for name in ("ttft_p99", "ttft_bound", "tpot_p99", "tpot_bound")
-            ),
-        )
-        for model in shown.goodput_frac
-    ]
-    shares = ", ".join(f"{phase}: {value:g}" for phase, value in shown.utilization.items())
-    columns = ("model", "goodput", "but for hand-over", "TTFT p99 s", "bound s", "TPOT p99 s", "bound s")
-    print_table(f"{found.scenario}, {policy} at {shares} (simulated, shares of the offered tokens/s)", columns, rows)
-    if found.found:
-        print_text(f"put into the scenario:  capacity: {{max_utilization_frac: {{{shares}}}}}")
     else:
-        print_text(f"{target:.1%} of every model's demand is not met at any fraction tried; this is the lowest")
-    return code
+        _show(found)
+    return 0 if found.complete else NoSolutionError.exit_code
+
+
+def _tell(trial: Trial) -> None:
+    shares = ", ".join(f"{phase} {trial.slo_frac[phase]:g} x {share:g}" for phase, share in trial.utilization.items())
+    print_note(f"{trial.model}: {shares}: {trial.cost_usd_per_h:.2f} USD/h, {trial.goodput_frac:.1%} within its SLO")
+
+
+def _show(found: Calibration) -> None:
+    """What was found, and the keys to put into the scenario."""
+    from coral_core.report.evaluation_report import percent
+
+    rows = [
+        (one.model, phase, one.shown.slo_frac[phase], share)
+        for one in found.models
+        for phase, share in one.shown.utilization.items()
+    ]
+    print_table(
+        f"{found.scenario}, {found.policy}: headroom", ("model", "phase", "slo_frac", "max_utilization_frac"), rows
+    )
+    print_text("")
+    costs = [
+        (
+            one.model,
+            one.without.cost_usd_per_h,
+            percent(one.without.goodput_frac) if one.without.planned_full else "not planned",
+            one.shown.cost_usd_per_h,
+            percent(one.shown.goodput_frac),
+            *map(one.shown.latencies_s.get, ("ttft_p99", "ttft_bound", "tpot_p99", "tpot_bound")),
+        )
+        for one in found.models
+    ]
+    columns = (
+        *("model", "USD/h without", "goodput", "USD/h with", "goodput"),
+        *("TTFT p99 s", "bound s", "TPOT p99 s", "bound s"),
+    )
+    print_table("Cost (predicted) and goodput (simulated, share of the offered tokens/s, worst seed)", columns, costs)
+    if found.complete:
+        print_text("\nput into the scenario:")
+        print_text(found.capacity_yaml)
+    else:
+        missed = ", ".join(one.model for one in found.models if one.found is None)
+        print_text(
+            f"\n{found.target_frac:.1%} of the demand is not met at any headroom tried: {missed}; the best is shown"
+        )

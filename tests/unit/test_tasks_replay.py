@@ -10,6 +10,7 @@ import pytest
 
 from coral_core.config.policies import scenario_policies
 from coral_core.config.requests import request_traces
+from coral_core.config.resolve import allocation_problem
 from coral_core.domain.workload import Phase, Slo
 from coral_core.errors import InputError
 from coral_core.sim import LifecycleKind, SimRequests
@@ -49,17 +50,37 @@ def test_policies_of_the_published_method_never_get_free_splits(scenario):
     assert with_method(scenario, "lattice-free") is scenario
 
 
-def test_supply_that_follows_the_published_plan_needs_its_library(tmp_path):
+def test_supply_that_follows_an_ample_plan_is_that_of_coral_plan(tmp_path):
     scarce = resolved(
         tmp_path, ("epochs:", "availability: {kind: random_walk, seed: 1, memory_frac_of_ample: 2}\nepochs:")
     )
-    coral = scenario_policies(scarce, ["coral"])["coral"]
-    assert needed_methods(scarce, [coral]) == ("lattice-free", "lattice")
+    policies = scenario_policies(scarce, ["coral", "coral_paper"])
+    assert needed_methods(scarce, [policies["coral"]]) == ("lattice-free",)
+    assert needed_methods(scarce, [policies["coral_paper"]]) == ("lattice", "lattice-free")
     source = source_of(scarce)
-    assert source.supply.shape == (2, 2, 3)
+    planned = allocation_problem(scarce, source.columns["lattice-free"])
+    assert source.supply.any()
+    assert (planned.available == source.supply[0]).all()
     # A plan that counts on less of its capacity holds more nodes, and supply that is a multiple of it grows with it.
     assert source.supply_at({Phase.PREFILL: 0.1, Phase.DECODE: 0.1}).sum() > source.supply.sum()
     assert (source.supply_at({Phase.PREFILL: 0.6, Phase.DECODE: 0.6}) == source.supply).all()
+
+
+def test_a_policy_is_warm_before_its_time_is_taken(tmp_path):
+    source = source_of(resolved(tmp_path))
+    asked = []
+    coral = scenario_policies(source.resolved, ["coral"])["coral"]
+
+    def solve(problem):
+        asked.append(len(problem.templates))
+        return coral.solve(problem)
+
+    policy = replace(coral, name="not asked before", solve=solve)
+    plan_epochs(source, policy)
+    plan_epochs(source, policy)
+    epochs = source.resolved.scenario.epochs.count
+    assert len(asked) == 1 + 2 * epochs
+    assert asked[0] <= min(asked[1:])
 
 
 def test_a_plan_that_stays_is_paid_for_as_planned_and_charged_no_start_up_again(scenario):
