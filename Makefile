@@ -23,8 +23,8 @@ demo: setup  ## Set up, build the library of scenario `tiny` through Prefect and
 	$(BIN)/coral demo
 
 .PHONY: serve
-serve: setup  ## Serve the deployments to the Prefect server that PREFECT_API_URL names (Ctrl-C ends it)
-	$(BIN)/coral flows serve
+serve: setup  ## Prefect with its web page and all deployments, here or on PREFECT_API_URL (Ctrl-C ends it; SERVE="--port 4201")
+	@exec $(BIN)/coral flows serve $(SERVE)
 
 .PHONY: setup
 setup: $(STAMP)  ## Make .venv from the lock file (again only when lock or pyproject.toml changed)

@@ -25,7 +25,7 @@ from pydantic import Field
 from artifacts.fleets import Outcome
 from artifacts.leases import Lease, LeaseTaken
 from artifacts.library import open_library
-from artifacts.plans import DECISION, PLAN, REPORT, StoredPlan
+from artifacts.plans import DECISION, PAGE, PLAN, REPORT, StoredPlan
 from artifacts.prefect_ui import publish_link, publish_markdown, publish_table
 from coral_core.config.resolve import resolve_scenario
 from coral_core.config.scenario import load_scenario
@@ -33,6 +33,7 @@ from coral_core.config.settings import load_settings
 from coral_core.domain.fleet import Offer
 from coral_core.report.figures import usd
 from coral_core.report.plan_report import headline, instances_table, unmet_text
+from flows.events import tell_shortfall
 from flows.parameters import ReallocateParameters, artifact_key
 from tasks.apply import Done, Goal, Job, carry_out, given_back_on_error, holder_text, open_job, take
 from tasks.observe import Observation
@@ -157,6 +158,7 @@ def make_plan(job: Job, wish: Wish, seen: Observation, lowered: Mapping[Offer, i
     stored = record_plan(job, plan_from(job, wish, seen, lowered))
     show_plan(stored)
     log_plan(stored)
+    tell_shortfall(stored)
     return stored
 
 
@@ -232,6 +234,7 @@ def show_plan(stored: StoredPlan) -> None:
     key = artifact_key("plan", stored.record.fleet)
     publish_table(key, plan_rows(stored), description=f"Plan of fleet {stored.record.fleet}")
     publish_markdown(f"{key}-report", stored.report_md, description=f"Report on the plan of {stored.record.fleet}")
+    publish_link(PAGE, stored.record.urls[PAGE], key=f"{key}-page", description="The whole report as one HTML file")
     for name in (PLAN, DECISION, REPORT):
         publish_link(name, stored.record.urls[name])
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 app = App(name="fleet", help="What runs, what a run would change, what earlier runs did.")
 app.command("coral_core.cli.fleet_metrics:metrics", name="metrics")
+app.command("coral_core.cli.fleet_watch:watch", name="watch")
 
 Name = Annotated[str, Parameter(help="The fleet; default: CORAL_FLEET, else `default`.")]
 

@@ -1,0 +1,287 @@
+"""`coral flows serve` as a user starts it: an own server, a schedule that fires, events, notices, and a clean end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
+
+import httpx
+import psutil
+import pytest
+
+from artifacts.plans import list_plans
+from artifacts.store import open_store
+from coral_core.cloud.events import EventKind, FleetCondition
+from coral_core.config.resolve import resolve_scenario
+from coral_core.config.scenario import load_scenario
+from tasks.executor import InlineExecutor
+from tasks.library import build_library, build_spec_from_scenario
+
+pytestmark = [
+    pytest.mark.servers,
+    pytest.mark.timeout(600),  # the fixtures start a server and wait for runs, each a process that imports the world
+    # Prefect leaves sockets to the garbage collector, and in 3.9 uses what its own dependencies deprecate.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+NEWS = FleetCondition(kind=EventKind.INSTANCE_DEAD, subject="i-1", detail="i-1: one of its nodes has ended")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def await_(what, found, within_s=180.0):
+    end = time.monotonic() + within_s
+    while not (value := found()):
+        assert time.monotonic() < end, f"{what} did not happen"
+        time.sleep(0.3)
+    return value
+
+
+@pytest.fixture(scope="module")
+def webhook():
+    """A receiver of notices: its URL and what it was told."""
+    told = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self):
+            told.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Receiver)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/", told
+    server.shutdown()
+    server.server_close()
+
+
+class Served:
+    """`coral flows serve` in a process of its own, in a folder with a library of `tiny`."""
+
+    def __init__(self, folder, notify, *, build=True):
+        self.folder, self.port = folder, free_port()
+        self.store = open_store(str(folder / "store"))
+        if build:
+            spec = build_spec_from_scenario(resolve_scenario(load_scenario("tiny")))
+            build_library(spec, self.store, InlineExecutor())
+        self.api = f"http://127.0.0.1:{self.port}/api"
+        self.log = (folder / "serve.log").open("wb")
+        environment = {
+            "PREFECT_HOME": str(folder / "prefect"),
+            "PREFECT_RUNNER_POLL_FREQUENCY": "1",
+            "CORAL_STORE": self.store.url,
+            "CORAL_NOTIFY": notify,
+            "CORAL_FLEET": "blue",
+        }
+        command = "from coral_core.cli.entry import main; main()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", command, "flows", "serve", "--port", str(self.port), "--every", "5"],
+            env=os.environ | environment,
+            cwd=folder,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def said(self):
+        return (self.folder / "serve.log").read_text()
+
+    def ask(self, path, **body):
+        """The answer of the API; its small database says 503 while somebody else writes."""
+        answer = await_(path, lambda: (a := self._post(path, body)).status_code != 503 and a)
+        answer.raise_for_status()
+        return answer.json()
+
+    def _post(self, path, body):
+        return httpx.post(f"{self.api}/{path}", json=body, timeout=30)
+
+    def deployment(self):
+        (found,) = self.ask("deployments/filter", deployments={"name": {"any_": ["reallocate"]}})
+        return found
+
+    def runs(self, *states):
+        chosen = {"state": {"type": {"any_": list(states)}}} if states else None
+        return self.ask("flow_runs/filter", flow_runs=chosen, sort="START_TIME_ASC", limit=200)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, webhook):
+    found = Served(tmp_path_factory.mktemp("served"), webhook[0])
+    try:
+        await_("serving", lambda: "Ctrl-C ends" in found.said() or found.process.poll() is not None)
+        assert found.process.poll() is None, found.said()
+        yield found
+    finally:
+        found.process.kill()
+        found.process.wait()
+        found.log.close()
+
+
+@pytest.fixture(scope="module")
+def quiet(served):
+    """The schedule has fired, is switched off, and nothing is under way."""
+    await_("two scheduled runs", lambda: len(served.runs("COMPLETED")) >= 2)
+    found = served.deployment()
+    (schedule,) = found["schedules"]
+    path = f"{served.api}/deployments/{found['id']}/schedules/{schedule['id']}"
+    # The small database answers 503 while somebody else writes.
+    await_("switching off", lambda: httpx.patch(path, json={"active": False}, timeout=30).is_success)
+    await_("rest", lambda: not served.runs("RUNNING", "PENDING", "SCHEDULED"))
+    return served
+
+
+def test_the_schedule_fires_by_itself_again_and_again_and_never_twice_at_once(quiet):
+    scheduled = [run for run in quiet.runs("COMPLETED") if run["created_by"]["type"] == "SCHEDULE"]
+    assert len(scheduled) >= 2
+    assert all("auto-scheduled" in run["tags"] for run in scheduled)
+    assert all(earlier["end_time"] <= later["start_time"] for earlier, later in pairwise(scheduled))
+    assert not quiet.runs("FAILED", "CRASHED")
+    assert len(list_plans(quiet.store, "blue")) == len(scheduled)
+
+
+def test_an_event_starts_one_run_at_once(quiet, monkeypatch):
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from flows.events import PrefectRuns
+
+    before = {run["id"] for run in quiet.runs()}
+    with temporary_settings({PREFECT_API_URL: quiet.api}):
+        runs = PrefectRuns("blue")
+        seen = runs.seen(time.time())
+        assert not seen.running
+        asked_s = time.time()
+        assert asked_s > seen.last_start_s > asked_s - 300
+        runs.tell([NEWS])
+        runs.ask([NEWS])
+        PrefectRuns("green").ask([NEWS])
+        await_("a run", lambda: runs.seen(time.time()).running)
+        await_("its end", lambda: not runs.seen(time.time()).running)
+        assert runs.seen(time.time()).last_start_s > asked_s
+    time.sleep(3)
+    new = [run for run in quiet.runs() if run["id"] not in before]
+    assert [(run["created_by"]["type"], run["state"]["type"]) for run in new] == [("AUTOMATION", "COMPLETED")]
+    assert new[0]["parameters"]["params"]["fleet"] == "blue"
+
+
+def test_failed_runs_and_shortfalls_are_told(quiet, webhook):
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from flows.events import SHORTFALL, emit
+
+    told = webhook[1]
+    quiet.ask(
+        f"deployments/{quiet.deployment()['id']}/create_flow_run",
+        parameters={"params": {"scenario": "no-such-scenario"}},
+        state={"type": "SCHEDULED"},
+    )
+    await_("a notice of the failure", lambda: [t for t in told if "failed" in t["subject"]])
+    failure = next(t for t in told if "failed" in t["subject"])
+    assert failure["subject"] == "Coral: reallocate-no-such-scenario failed"
+    assert "unknown scenario 'no-such-scenario'" in failure["body"]
+    assert "/runs/flow-run/" in failure["body"]
+    with temporary_settings({PREFECT_API_URL: quiet.api}):
+        emit(SHORTFALL, "blue", {"fleet": "blue", "text": "phi-4: 30% is not met", "plan": "s3://b/plan.json"})
+    await_("a notice of the shortfall", lambda: [t for t in told if "falls short" in t["subject"]])
+    shortfall = next(t for t in told if "falls short" in t["subject"])
+    assert shortfall["text"] == "Coral: fleet blue falls short\nphi-4: 30% is not met\ns3://b/plan.json"
+
+
+def test_automations_are_made_once_and_stay_switched_off(quiet, webhook):
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from flows.automations import install_automations
+
+    def automations():
+        return {a["name"]: a for a in quiet.ask("automations/filter")}
+
+    names = {
+        "coral: plan fleet blue anew on news",
+        "coral: tell of failed runs",
+        "coral: tell of shortfalls",
+    }
+    first = automations()
+    assert set(first) == names
+    off = first["coral: tell of failed runs"]["id"]
+    path = f"{quiet.api}/automations/{off}"
+    await_("switching off", lambda: httpx.patch(path, json={"enabled": False}, timeout=30).is_success)
+    with temporary_settings({PREFECT_API_URL: quiet.api}):
+        install_automations(fleet="blue", notify="custom-webhook/coral-notifications")
+        again = automations()
+        assert {name: a["id"] for name, a in again.items()} == {name: a["id"] for name, a in first.items()}
+        assert [a["name"] for a in again.values() if not a["enabled"]] == ["coral: tell of failed runs"]
+        with pytest.raises(Exception, match=r"no block 'ops' of type 'slack-webhook'.*Blocks page"):
+            install_automations(fleet="blue", notify="slack-webhook/ops")
+        assert "CORAL_NOTIFY" in install_automations(fleet="blue", notify="")[-1]
+        assert set(automations()) == {"coral: plan fleet blue anew on news"}
+        install_automations(fleet="blue", notify=webhook[0])  # the other tests of this file need them
+    assert [a["enabled"] for a in automations().values()] == [True] * 3
+
+
+def test_the_form_says_what_each_field_is_for(quiet):
+    found = quiet.deployment()
+    models = found["parameter_openapi_schema"]["definitions"]
+    fields = models["ReallocateParameters"]["properties"]
+    assert next(iter(fields)) == "scenario"
+    told = {
+        name: field.get("description") or models[field["$ref"][14:]]["description"] for name, field in fields.items()
+    }
+    assert all(told.values())
+    assert fields["mode"]["enum"] == ["plan", "approve", "apply"]
+    assert found["parameters"]["params"] == {"scenario": "tiny", "mode": "plan", "fleet": "blue"}
+
+
+def test_an_interrupt_ends_all_that_was_started(tmp_path):
+    served = Served(tmp_path, "", build=False)
+    try:
+        await_("a run under way", lambda: "Beginning flow run" in served.said())
+        started = psutil.Process(served.process.pid).children(recursive=True)
+        assert any("prefect" in " ".join(child.cmdline()) for child in started)
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(timeout=60) == 0, served.said()
+    finally:
+        served.process.kill()
+        served.process.wait()
+        served.log.close()
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert alive == []
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{served.api}/health")
+    assert "nobody is told of failures and shortfalls but the logs" in served.said()
+
+
+def test_a_port_that_is_taken_and_a_schedule_that_is_none_are_told(monkeypatch):
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from coral_core.errors import InputError
+    from flows.deployments import reallocate_schedule
+    from flows.server import server_at_hand
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with (
+            temporary_settings(restore_defaults={PREFECT_API_URL}),
+            pytest.raises(InputError, match=r"--port: port \d+ cannot be used"),
+            server_at_hand(taken.getsockname()[1]),
+        ):
+            pass
+    assert reallocate_schedule("") is None
+    assert reallocate_schedule("90").interval.total_seconds() == 90
+    assert reallocate_schedule("*/5 * * * *").cron == "*/5 * * * *"
+    for wrong in ("often", "0", "nan", "1e999", "* * *"):
+        with pytest.raises(InputError, match="--every"):
+            reallocate_schedule(wrong)
