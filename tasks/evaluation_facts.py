@@ -6,8 +6,8 @@ import math
 from typing import Any, Final
 
 from artifacts.canonical import canonical_json, sha256_hex
-from coral_core.config.resolve import on_demand_prices
-from coral_core.domain.hardware import Market
+from coral_core.config.resolve import node_prices
+from coral_core.domain.hardware import Market, split_market
 from coral_core.sim.metrics import CURVE_FRACS
 from tasks.plan_documents import manifest_sha256
 from tasks.replay import Replay, TemplateSource
@@ -17,10 +17,12 @@ LATENCIES: Final = ("ttft", "tpot")
 
 
 def evaluation_facts(source: TemplateSource) -> Row:
-    """`nodes` by configuration (its GPUs, USD/h by region), `slos` by model, `libraries` by method, `input_hashes`."""
+    """`nodes` by offer, spot ones apart (its GPUs, USD/h by region), `slos` by model, `libraries` by method, `input_hashes`."""
     resolved = source.resolved
     regions = resolved.scenario.regions
-    prices = on_demand_prices(resolved).tolist()
+    prices = node_prices(resolved).tolist()
+    configs = {config.name: config for config in resolved.configs}
+    spot = resolved.spot
     names = {config.name for config in resolved.configs}
     offers = [
         price
@@ -29,14 +31,14 @@ def evaluation_facts(source: TemplateSource) -> Row:
     ]
     return {
         "nodes": {
-            config.name: {
-                "gpu": config.gpu.name,
-                "gpu_count": config.gpu_count,
+            offer: {
+                "gpu": configs[split_market(offer)[0]].gpu.name,
+                "gpu_count": configs[split_market(offer)[0]].gpu_count,
                 "price_usd_per_h": {
                     region: row[c] for region, row in zip(regions, prices, strict=True) if not math.isnan(row[c])
                 },
             }
-            for c, config in enumerate(resolved.configs)
+            for c, offer in enumerate(resolved.offers)
         },
         "slos": {
             model.shape.name: {"ttft_s": model.demand.slo.ttft_s, "tpot_s": model.demand.slo.tpot_s}
@@ -50,8 +52,10 @@ def evaluation_facts(source: TemplateSource) -> Row:
             }
             for method, snapshot in source.snapshots.items()
         },
-        "price_sources": sorted({price.source for price in offers}),
-        "price_as_of": min((price.as_of.isoformat() for price in offers), default=None),
+        "price_sources": sorted({price.source for price in offers}.union(spot.sources if spot else ())),
+        "price_as_of": min(
+            [*(price.as_of.isoformat() for price in offers), *([spot.as_of.isoformat()] if spot else [])], default=None
+        ),
         "input_hashes": {
             "scenario": sha256_hex(canonical_json(resolved.scenario.model_dump(mode="json"))),
             "catalogue": sha256_hex(

@@ -258,7 +258,7 @@ def _inputs(document: Document) -> list[Block]:
         rows=[
             (
                 spec["model"],
-                spec["variant"],
+                ", ".join(spec.get("variants") or ()) or spec["variant"],
                 spec["requests_per_s"],
                 *(document["slos"].get(spec["model"], {}).get(name) for name in ("ttft_s", "tpot_s")),
             )
@@ -266,7 +266,7 @@ def _inputs(document: Document) -> list[Block]:
         ],
     )
     nodes = PlanTable(
-        title="Node configurations and their on-demand prices",
+        title="Node configurations and their prices",
         columns=("configuration", "GPUs", "USD/h by region"),
         rows=[
             (

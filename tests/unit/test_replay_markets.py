@@ -8,6 +8,7 @@ import pytest
 from coral_core.config.policies import scenario_policies
 from coral_core.config.resolve import node_prices
 from coral_core.domain.hardware import Market, split_market
+from tasks.evaluation_facts import evaluation_facts
 from tasks.replay import fleet_of, instance_counts, plan_epochs, replay, template_nodes, template_prices
 from tests.fakes.evaluation_cases import resolved, source_of
 
@@ -67,3 +68,15 @@ def test_narrow_weights_are_chosen_where_allowed_and_cost_less(tmp_path, scenari
     assert {template.variant for template in plans.templates.values()} == {"fp8"}
     assert {template.variant for template in dear.templates.values()} == {"bf16"}
     assert plans.epochs[0].result.cost_usd_per_h < dear.epochs[0].result.cost_usd_per_h
+
+
+def test_an_evaluation_states_spot_prices_and_where_they_come_from(scenario):
+    facts = evaluation_facts(source_of(scenario))
+    assert facts["nodes"].keys() == set(scenario.offers)
+    for name in ("1xL40S", "1xL4", "1xA10G"):
+        own, spot = facts["nodes"][name], facts["nodes"][f"{name}@spot"]
+        assert (own["gpu"], own["gpu_count"]) == (spot["gpu"], spot["gpu_count"])
+        for region, price in own["price_usd_per_h"].items():
+            assert spot["price_usd_per_h"][region] == pytest.approx(0.4 * price)
+    assert "test" in facts["price_sources"]
+    assert facts["price_as_of"] <= "2026-11-01"
