@@ -19,7 +19,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, Val
 from artifacts.canonical import canonical_json, parsed_object
 from artifacts.keys import checked_name, is_name, manifest_group, manifest_key, manifest_version
 from artifacts.schemas import SCHEMA_VERSION, TEMPLATE_SCHEMA, checked_columns
-from artifacts.shards import ShardRecord, ShardStatus, read_shard
+from artifacts.shards import ShardRecord, ShardStatus, moved_shard, read_shard
 from artifacts.store import Store
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError, NoSolutionError, StoreConflictError, StoreError
@@ -37,6 +37,8 @@ class Manifest(BaseModel):
 
     `version` is 0 in a draft. `inputs` maps the name of each input to its hash, `parameters` echoes those of the build.
     `commit_id` is of this draft alone, so that a writer knows its own manifest after a lost answer.
+    `retired`: keys (data files and manifests) that retention may be removing, and since when; no later snapshot names
+    one of them. `repeats`: the version whose content this is, where retention had to take a number; 0 otherwise.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -55,6 +57,8 @@ class Manifest(BaseModel):
     shards_failed: int
     rows: int
     statistics: Mapping[str, float]
+    retired: Mapping[str, AwareDatetime] = {}
+    repeats: int = Field(default=0, ge=0)
 
     @property
     def partial(self) -> bool:
@@ -129,14 +133,16 @@ def draft_manifest(
 def commit(store: Store, draft: Manifest) -> Manifest:
     """Publish the draft as the library's next version and return it with its number.
 
-    Its data files must all be in the store. Raises StoreError where one is missing, StoreConflictError where other
-    writers took every number that was tried.
+    Its data files must all be in the store. Those that retention may be removing just now are stored anew under other
+    names: whoever takes a number has read what the version before it calls retired, and of retention and another writer
+    only one gets that number. Raises StoreError where a data file is missing, StoreConflictError where other writers
+    took every number that was tried.
     """
     _require_data_files(store, draft)
     version = newest_version(store, draft.library) + 1
     for _ in range(_COMMIT_ATTEMPTS):
         try:
-            return commit_as(store, draft, version)
+            return commit_as(store, _clear_of_retired(store, draft, version), version)
         except StoreConflictError:
             version = max(version + 1, newest_version(store, draft.library) + 1)
     raise StoreConflictError(
@@ -209,14 +215,20 @@ def open_library(store: Store, library: str, version: int | None = None) -> Libr
     Raises InputError where there is no such library or version, StoreError for a damaged manifest.
     """
     if version is None:
-        version = newest_version(store, library)
-        if version == 0:
-            raise InputError(
-                "no such library in the store",
-                where=store.url_of(manifest_group(library)),
-                fix=f"it has {', '.join(list_libraries(store)) or 'none'}; build one with `coral library build`",
-            )
+        version = require_library(store, library)
     return LibrarySnapshot(store=store, manifest=read_manifest(store, library, version))
+
+
+def require_library(store: Store, library: str) -> int:
+    """The library's newest version. Raises InputError where there is none."""
+    version = newest_version(store, library)
+    if version == 0:
+        raise InputError(
+            "no such library in the store",
+            where=store.url_of(manifest_group(library)),
+            fix=f"it has {', '.join(list_libraries(store)) or 'none'}; build one with `coral library build`",
+        )
+    return version
 
 
 def read_manifest(store: Store, library: str, version: int) -> Manifest:
@@ -260,6 +272,38 @@ def list_versions(store: Store, library: str) -> list[int]:
 def list_libraries(store: Store) -> list[str]:
     """Names of the libraries in the store that have a snapshot, sorted; groups with other names are not ours."""
     return [name for name in store.list_groups("libraries") if is_name(name) and list_versions(store, name)]
+
+
+def retired_before(store: Store, library: str, version: int) -> Mapping[str, datetime]:
+    """What the last readable manifest before this version calls retired; empty where there is none."""
+    listed = {earlier for earlier in list_versions(store, library) if earlier < version}
+    for earlier in sorted(listed | {version - 1}, reverse=True):
+        try:
+            return read_manifest(store, library, earlier).retired
+        except (InputError, StoreError):
+            continue  # absent, or damaged: readers are told, writers go on
+    return {}
+
+
+def require_not_retired(store: Store, library: str, version: int) -> None:
+    """Raise StoreConflictError where retention may be removing this version: what needs it must not be written."""
+    key = manifest_key(library, version)
+    if key in retired_before(store, library, newest_version(store, library) + 1):
+        raise StoreConflictError(
+            "this version of the library is being removed (retention)",
+            where=store.url_of(key),
+            fix="plan again with the newest version, or one that `coral library list` shows",
+        )
+
+
+def _clear_of_retired(store: Store, draft: Manifest, version: int) -> Manifest:
+    """The draft, to be published as this version, with no data file that is retired."""
+    retired = retired_before(store, draft.library, version)
+    shards = tuple(
+        moved_shard(store, draft.library, record, avoid=retired) if record.key in retired else record
+        for record in draft.shards
+    )
+    return draft.model_copy(update={"shards": shards, "retired": dict(retired)})
 
 
 def _require_data_files(store: Store, draft: Manifest) -> None:

@@ -14,6 +14,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, Val
 
 from artifacts.canonical import canonical_json, parsed_object, sha256_hex
 from artifacts.keys import fleet_group, is_name, parse_time, plan_group, time_text
+from artifacts.library import require_not_retired
 from artifacts.store import Store
 from coral_core.errors import InputError, StoreError
 
@@ -119,7 +120,8 @@ def write_plan(
     """Record a plan; repeating the same call is harmless.
 
     Raises InputError for content that JSON cannot hold exactly (NaN, unknown types) and where something is missing that
-    readers rely upon (the key path is named), StoreConflictError where another plan has the same fleet and time.
+    readers rely upon (the key path is named), StoreConflictError where another plan has the same fleet and time, or
+    retention is removing the library's version that this one needs.
     """
     content = canonical_json(plan)
     for shape, data, where in ((_Plan, content, "plan"), (_Decision, canonical_json(decision), "decision")):
@@ -138,6 +140,10 @@ def write_plan(
     }
     files = {**beside, PLAN: canonical_json(whole)}
     record = _record(store, fleet, time, {**hashes, PLAN: sha256_hex(files[PLAN])})
+    store.put_once(record.keys[DECISION], files[DECISION])
+    # Now that retention can see what this plan needs: either it spares that, or it was quicker and shows here.
+    library = _Decision.model_validate_json(files[DECISION], strict=True).library
+    require_not_retired(store, library.name, library.version)
     for name, data in files.items():
         store.put_once(record.keys[name], data)
     return record

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -232,6 +232,36 @@ def read_shard(store: Store, record: ShardRecord, *, columns: Sequence[str] | No
             fix=_REBUILD,
         )
     return table
+
+
+def moved_shard(store: Store, library: str, record: ShardRecord, *, avoid: Container[str]) -> ShardRecord:
+    """The same shard under a key that is not among those to avoid: as it is there already, else stored anew.
+
+    Raises StoreError where its data file has gone or no name is left.
+    """
+    data = store.find(record.key)
+    is_whole = data is not None and sha256_hex(data) == record.sha256
+    for repair in range(_REPAIRS + 1):
+        key = record.shard.key(library, repair=repair)
+        if key in avoid:
+            continue
+        if data is not None and is_whole:
+            try:
+                store.put_once(key, data)
+            except StoreConflictError:
+                _LOG.debug("%s: another file of this shard is there", key)
+            else:
+                return record.model_copy(update={"key": key})
+        there = store.find(key)
+        if there is None:
+            continue
+        try:
+            return _verified(there, key, record.shard, where=store.url_of(key))
+        except StoreError as error:
+            _LOG.warning("%s: %s", error.where, error.what)
+    raise StoreError(
+        "a data file was removed by retention before it could be used", where=store.url_of(record.key), fix=_REBUILD
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,16 @@ from cyclopts import App, Parameter, validators
 
 from coral_core.cli.options import AsJson, StoreUrl
 from coral_core.cli.output import console, print_json, print_note, print_table, print_text
+from coral_core.cli.retention import (
+    DEFAULT_KEEP,
+    DEFAULT_OLDER_THAN,
+    DryRun,
+    Keep,
+    OlderThan,
+    Yes,
+    remove_from_library,
+    remove_from_records,
+)
 from coral_core.cli.work import open_configured_store
 from coral_core.errors import InputError
 
@@ -114,6 +124,36 @@ def get(
         print_json({"key": key.strip("/"), "path": str(path.resolve()), "size_bytes": size_bytes})
     else:
         print_text(f"{opened.url_of(key.strip('/'))} -> {path} ({size_bytes:,} bytes)")
+
+
+@app.command
+def gc(
+    group: Annotated[str, Parameter(help="plans/FLEET, evaluations/SCENARIO or libraries/NAME.")],
+    *,
+    keep: Keep = DEFAULT_KEEP,
+    older_than: OlderThan = DEFAULT_OLDER_THAN,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove old plans, evaluations or library versions; without --yes, only say which.
+
+    A plan that the running fleet may come from stays, and so does all that was written within a day. Remove plans
+    before library versions: a plan keeps the version it was made from.
+    """
+    kind, _, name = group.strip("/").partition("/")
+    remove = {"plans": remove_from_records, "evaluations": remove_from_records, "libraries": remove_from_library}.get(
+        kind
+    )
+    if remove is None or not name or "/" in name:
+        raise InputError(
+            f"{group!r} is no group with a retention",
+            where="group",
+            fix="name plans/FLEET, evaluations/SCENARIO or libraries/NAME",
+        )
+    what = name if kind == "libraries" else f"{kind}/{name}"
+    remove(open_configured_store(store), what, keep, older_than, yes=yes and not dry_run, as_json=as_json)
 
 
 def _print_object(found: Description, link: str) -> None:

@@ -1,4 +1,4 @@
-"""`coral library`: build, list, show and compare template libraries."""
+"""`coral library`: build, list, show, compare and tidy template libraries."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from cyclopts import App, Parameter, validators
 
 from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
+from coral_core.cli.retention import (
+    DEFAULT_KEEP,
+    DEFAULT_OLDER_THAN,
+    DryRun,
+    Keep,
+    OlderThan,
+    Yes,
+    remove_from_library,
+)
 from coral_core.cli.work import choose_executor, library_progress, open_configured_store, resolved_scenario
 from coral_core.config.scenario import LibraryMethod
 from coral_core.errors import StoreError, unknown_name
 from coral_core.report.figures import stages_text, throughput_text
 
-app = App(name="library", help="Build, list, show and compare template libraries.")
+app = App(name="library", help="Build, list, show, compare and tidy template libraries.")
 
 ExecutorName = Annotated[
     Literal["auto", "ray", "inline"],
@@ -175,6 +184,25 @@ def diff(
     print_table(
         f"Library {name}: version {old} -> {after.manifest.version}", columns, [tuple(i.values()) for i in summary]
     )
+
+
+@app.command
+def gc(
+    name: str,
+    *,
+    keep: Keep = DEFAULT_KEEP,
+    older_than: OlderThan = DEFAULT_OLDER_THAN,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove old versions and the data files that no kept one needs; without --yes, only say which.
+
+    What a recorded plan needs stays, and so does all that was written or replaced within a day. Safe beside builds.
+    """
+    opened = open_configured_store(store)
+    remove_from_library(opened, name, keep, older_than, yes=yes and not dry_run, as_json=as_json)
 
 
 def _best_templates(snapshot: Any, top: int, model: str | None) -> list[dict[str, Any]]:  # noqa: ANN401 - a lazily imported type
