@@ -8,7 +8,7 @@ from typing import Final
 
 from artifacts.keys import fleet_group, index_key, library_group, manifest_key, plan_group, time_text
 from artifacts.library import list_libraries, list_versions, read_manifest
-from artifacts.plans import DECISION, PLAN, REPORT, list_fleets, list_plans
+from artifacts.plans import DECISION, PAGE, PLAN, REPORT, list_fleets, list_plans
 from artifacts.store import Store
 from coral_core.errors import CoralError, StoreError
 
@@ -91,11 +91,14 @@ def _fleets_page(store: Store) -> str:
 
 
 def _fleet_page(store: Store, fleet: str) -> str:
-    times = list_plans(store, fleet)
+    times, keys = list_plans(store, fleet), set(store.list_keys(fleet_group(fleet)))
     rows = []
     for time in reversed(times[-_NEWEST:]):
-        folder = plan_group(fleet, time).removeprefix(f"{fleet_group(fleet)}/")
-        rows.append((folder, *(f"[{name}]({folder}/{name})" for name in (REPORT, PLAN, DECISION))))
+        group = plan_group(fleet, time)
+        folder = group.removeprefix(f"{fleet_group(fleet)}/")
+        links = {name: f"[{name}]({folder}/{name})" for name in (PAGE, REPORT, PLAN, DECISION)}
+        reports = [links[name] for name in (PAGE, REPORT) if f"{group}/{name}" in keys]
+        rows.append((folder, ", ".join(reports), links[PLAN], links[DECISION]))
     return (
         f"# Plans of fleet {fleet}\n\n"
         + _table(("time", "report", "plan", "decision"), rows)

@@ -21,6 +21,8 @@ from coral_core.errors import InputError, StoreError
 PLAN: Final = "plan.json"
 DECISION: Final = "decision.json"
 REPORT: Final = "report.md"
+PAGE: Final = "report.html"
+"""The report as one HTML file; plans made without what makes it have none."""
 _SCHEMA_VERSION: Final = 2
 _DAMAGED: Final = "the plan is damaged or foreign: remove its folder, or name another plan's time"
 _OPEN: Final = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
@@ -116,6 +118,7 @@ def write_plan(
     plan: Mapping[str, Any],
     decision: Mapping[str, Any],
     report_md: str,
+    report_html: str | None = None,
 ) -> PlanRecord:
     """Record a plan; repeating the same call is harmless.
 
@@ -129,6 +132,8 @@ def write_plan(
         if lacks:
             raise InputError(lacks, where=where)
     beside = {DECISION: canonical_json(decision), REPORT: report_md.encode()}
+    if report_html is not None:
+        beside[PAGE] = report_html.encode()
     hashes = {name: sha256_hex(data) for name, data in beside.items()}
     whole = {
         "schema_version": _SCHEMA_VERSION,
@@ -173,7 +178,7 @@ def read_plan(store: Store, fleet: str, time: datetime | None = None) -> StoredP
     if lacks:
         raise StoreError(lacks, where=where, fix=_DAMAGED)
     file = _PlanFile.model_validate_json(data, strict=True)
-    if (file.fleet, file.time) != (fleet, time) or set(file.sha256) != {DECISION, REPORT}:
+    if (file.fleet, file.time) != (fleet, time) or set(file.sha256) - {PAGE} != {DECISION, REPORT}:
         raise StoreError(f"is not the plan of {fleet} at {time_text(time)}", where=where, fix=_DAMAGED)
     content = canonical_json(stated["plan"])
     if sha256_hex(content) != file.plan_sha256:
@@ -219,7 +224,7 @@ def list_fleets(store: Store) -> list[str]:
 
 def _record(store: Store, fleet: str, time: datetime, sha256: Mapping[str, str]) -> PlanRecord:
     group = plan_group(fleet, time)
-    keys = {name: f"{group}/{name}" for name in (PLAN, DECISION, REPORT)}
+    keys = {name: f"{group}/{name}" for name in (PLAN, DECISION, REPORT, PAGE) if name in sha256}
     urls = {name: store.url_of(key) for name, key in keys.items()}
     return PlanRecord(fleet=fleet, time=time, keys=keys, urls=urls, sha256=sha256)
 

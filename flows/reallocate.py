@@ -234,7 +234,8 @@ def show_plan(stored: StoredPlan) -> None:
     key = artifact_key("plan", stored.record.fleet)
     publish_table(key, plan_rows(stored), description=f"Plan of fleet {stored.record.fleet}")
     publish_markdown(f"{key}-report", stored.report_md, description=f"Report on the plan of {stored.record.fleet}")
-    publish_link(PAGE, stored.record.urls[PAGE], key=f"{key}-page", description="The whole report as one HTML file")
+    if page := stored.record.urls.get(PAGE):
+        publish_link(PAGE, page, key=f"{key}-page", description="The whole report as one HTML file")
     for name in (PLAN, DECISION, REPORT):
         publish_link(name, stored.record.urls[name])
 

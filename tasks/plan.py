@@ -31,6 +31,8 @@ from coral_core.domain.hardware import split_market
 from coral_core.domain.templates import ServingTemplate
 from coral_core.domain.workload import Phase
 from coral_core.errors import DataGapError, InputError
+from coral_core.report.page import can_render
+from coral_core.report.plan_page import plan_html
 from coral_core.report.plan_report import plan_markdown
 from tasks.library import build_spec_from_scenario, capacity_inputs
 from tasks.plan_documents import (
@@ -48,7 +50,10 @@ BASELINES = {"homo": homo, "homo_joint": homo_joint, "cauchy": cauchy}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOutcome:
-    """A plan and all that led to it; `plan`, `decision` and `report_md` are the documents to record."""
+    """A plan and all that led to it; `plan`, `decision` and the reports are the documents to record.
+
+    `report_html` is None where what makes it is not installed.
+    """
 
     problem: AllocationProblem
     result: AllocationResult
@@ -56,6 +61,7 @@ class PlanOutcome:
     plan: Mapping[str, Any]
     decision: Mapping[str, Any]
     report_md: str
+    report_html: str | None
 
 
 def make_plan(
@@ -100,6 +106,7 @@ def make_plan(
         plan=plan,
         decision=decision,
         report_md=plan_markdown(plan, decision),
+        report_html=plan_html(plan, decision) if can_render() else None,
     )
 
 

@@ -122,7 +122,15 @@ def plan_from(job: Job, wish: Wish, seen: Observation, lowered: Mapping[Offer, i
 def record_plan(job: Job, outcome: PlanOutcome) -> StoredPlan:
     """Write the plan, its decision and its report under the present time."""
     now = job.provider.clock.now()
-    write_plan(job.store, job.fleet, now, plan=outcome.plan, decision=outcome.decision, report_md=outcome.report_md)
+    write_plan(
+        job.store,
+        job.fleet,
+        now,
+        plan=outcome.plan,
+        decision=outcome.decision,
+        report_md=outcome.report_md,
+        report_html=outcome.report_html,
+    )
     index_plans(job.store, job.fleet)
     return read_plan(job.store, job.fleet, now)
 

@@ -14,7 +14,6 @@ from coral_core.cli.evaluate_scenario import (
     Prefill,
     Scenario,
     Seeds,
-    check_report,
     chosen_utilization,
     evaluation_page_of,
     prepared,
@@ -23,6 +22,7 @@ from coral_core.cli.evaluate_scenario import (
 )
 from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
+from coral_core.cli.report_file import ReportPath, check_report, write_report
 from coral_core.cli.work import open_configured_store, resolved_scenario
 from coral_core.config.scenario import LibraryMethod
 from coral_core.errors import InputError, NoSolutionError
@@ -40,7 +40,7 @@ def evaluate(
     seeds: Seeds = (),
     prefill_utilization: Prefill = None,
     decode_utilization: Decode = None,
-    report: Annotated[Path | None, Parameter(help="Write the report here too, as one HTML file.")] = None,
+    report: ReportPath = None,
     dry_run: Annotated[bool, Parameter(negative="", help="Record nothing but the libraries.")] = False,
     store: StoreUrl = None,
     as_json: AsJson = False,
@@ -59,8 +59,7 @@ def evaluate(
     from tasks.evaluate import evaluate as evaluated
 
     utilization = chosen_utilization(prefill_utilization, decode_utilization)
-    if report is not None:
-        check_report(report)
+    check_report(report)
     source, chosen = prepared(scenario, policies, store=store, quiet=as_json)
     found = evaluated(
         source,
@@ -71,8 +70,6 @@ def evaluate(
     )
     opened, now = open_configured_store(store), SystemClock().now()
     page = evaluation_page_of(found, opened, now)
-    if report is not None and page is not None:
-        report.write_text(page, encoding="utf-8")
     url = None
     if not dry_run:
         name = found.document["scenario"]
@@ -87,13 +84,12 @@ def evaluate(
         )
         index_group(opened, scenario_group(name))
         url = urls.get(PAGE, urls[REPORT])
+    write_report(report, page)
     if as_json:
         print_json({**found.document, "url": url})
     else:
         show_evaluation(found.document)
         print_text(f"\nwritten to {url}" if url else "\ndry run: nothing was recorded")
-        if report is not None:
-            print_text(f"report -> {report}")
     return NoSolutionError.exit_code if found.document["failed"] else 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -62,18 +61,6 @@ def prepared(
         with library_progress(one.scenario.library_name, quiet=quiet) as on_progress:
             snapshots[method] = fresh_library(one, opened, executor, on_progress=on_progress)
     return TemplateSource(resolved, snapshots), chosen
-
-
-def check_report(path: Path) -> None:
-    """Raise InputError where a report cannot be written there, or not be made: before the long work, not after."""
-    from coral_core.report.page import can_render
-
-    if not can_render():
-        raise InputError("jinja2 is not installed", where="--report", fix="pip install 'coral-serve[report]'")
-    if not path.parent.is_dir():
-        raise InputError("no such folder", where=str(path.parent), fix="create it, or write the report elsewhere")
-    if path.is_dir():
-        raise InputError("is a folder", where=str(path), fix="name a file in it, such as report.html")
 
 
 def evaluation_page_of(found: Evaluation, store: Store, now: datetime) -> str | None:

@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 from coral_core.cli.library import ExecutorName
 from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
+from coral_core.cli.report_file import ReportPath, check_report, write_report
 from coral_core.cli.work import choose_executor, library_progress, open_configured_store, resolved_scenario
 from coral_core.config.settings import load_settings
 from coral_core.errors import NoSolutionError, StoreError
@@ -31,7 +32,8 @@ At = Annotated[str, Parameter(help="Time of a recorded plan (`coral plan list`),
 def plan(
     *,
     scenario: ScenarioName = "tiny",
-    dry_run: Annotated[bool, Parameter(negative="", help="Print the plan and write nothing.")] = False,
+    dry_run: Annotated[bool, Parameter(negative="", help="Print the plan and record nothing.")] = False,
+    report: ReportPath = None,
     keep_running: Annotated[
         bool, Parameter(negative="", help="Take the fleet's last recorded plan as what runs now (start-ups cost).")
     ] = False,
@@ -50,6 +52,7 @@ def plan(
     from coral_core.clock import SystemClock
     from tasks.plan import make_plan, running_from_plan
 
+    check_report(report)
     resolved = resolved_scenario(scenario)
     opened = open_configured_store(store)
     fleet = fleet or load_settings().fleet
@@ -63,10 +66,17 @@ def plan(
     where = None
     if not dry_run:
         record = write_plan(
-            opened, fleet, now, plan=outcome.plan, decision=outcome.decision, report_md=outcome.report_md
+            opened,
+            fleet,
+            now,
+            plan=outcome.plan,
+            decision=outcome.decision,
+            report_md=outcome.report_md,
+            report_html=outcome.report_html,
         )
         index_plans(opened, fleet)
         where = record.urls[PLAN]
+    write_report(report, outcome.report_html)
     if as_json:
         print_json({**outcome.plan, "baselines": outcome.decision["baselines"], "url": where})
     else:

@@ -56,7 +56,7 @@ def bar_words(chart: BarChart) -> str:
             texts.append(f"{bar.name}: unknown.")
             continue
         total = f"{bar.name}: {figure(float(sum(bar.parts.values())))} {chart.unit}"
-        whole = ", ".join(f"{key} {figure(float(value))}" for key, value in bar.parts.items() if value)
+        whole = ", ".join(f"{key} {figure(float(bar.parts[key]))}" for key in chart.keys if bar.parts.get(key))
         texts.append(f"{total} ({whole})." if len(chart.keys) > 1 and whole else f"{total}.")
     texts += [f"{chart.guide[1]}: {figure(chart.guide[0])} {chart.unit}."] if chart.guide else []
     return " ".join(texts)

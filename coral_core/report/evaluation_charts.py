@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Final
 
+from coral_core.domain.hardware import split_market
 from coral_core.report.bar_chart import Bar, BarChart, bar_svg, letter
 from coral_core.report.line_chart import Guide, Panel, Series, panel_svg
 from coral_core.report.page import Figure, Key
@@ -277,12 +278,22 @@ def _sums(items: Iterable[tuple[str, str, float]]) -> dict[tuple[str, str], floa
 
 
 def _gpu_costs(document: Document, tables: Tables) -> Iterable[tuple[str, str, float]]:
-    """(policy, GPU type, USD/h) of every node of every instance."""
+    """(policy, GPU type, USD/h) of every node of every instance: its price, shared out as the nodes cost on demand."""
     for row in tables["instances"]:
-        for stage in row["stages"] or ():
-            for config in stage["nodes"]:
-                facts = document["nodes"][config]
-                yield row["policy"], facts["gpu"], row["count"] * facts["price_usd_per_h"][row["region"]]
+        if row["stages"] is None or row["price_usd_per_h"] is None:
+            continue
+        facts = [document["nodes"][split_market(name)[0]] for stage in row["stages"] for name in stage["nodes"]]
+        for fact, share in zip(facts, price_shares(facts, row["region"]), strict=True):
+            yield row["policy"], fact["gpu"], row["count"] * row["price_usd_per_h"] * share
+
+
+def price_shares(facts: Sequence[Mapping[str, Any]], region: str) -> list[float]:
+    """The share of each node in the price of an instance; by its GPUs where a node's price there is not known."""
+    prices = [fact["price_usd_per_h"].get(region) for fact in facts]
+    weights = [price for price in prices if price]
+    if len(weights) < len(facts):
+        weights = [float(fact["gpu_count"]) for fact in facts]
+    return [weight / sum(weights) for weight in weights]
 
 
 def _curve(rows: Sequence[Mapping[str, Any]], latency: str) -> list[tuple[float, float]]:

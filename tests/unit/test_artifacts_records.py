@@ -15,7 +15,7 @@ from artifacts.canonical import canonical_json, parsed_object, sha256_hex
 from artifacts.diff import diff_libraries
 from artifacts.index import index_libraries, index_plans
 from artifacts.library import commit, draft_manifest, open_library
-from artifacts.plans import DECISION, PLAN, REPORT, list_fleets, list_plans, read_plan, write_plan
+from artifacts.plans import DECISION, PAGE, PLAN, REPORT, list_fleets, list_plans, read_plan, write_plan
 from artifacts.shards import failed_shard, write_shard
 from artifacts.store import Store, open_store
 from coral_core.domain.allocation import InstanceCount
@@ -143,6 +143,20 @@ def test_only_objects_are_parsed():
     for data in (b"", b"[1]", b"\xff"):
         with pytest.raises(StoreError, match=r"^x: not"):
             parsed_object(data, where="x")
+
+
+def test_a_plan_may_have_a_page(store):
+    content = {"plan": PLAN_DICT, "decision": DECISION_DICT, "report_md": "r"}
+    record = write_plan(store, "prod", NOW, **content, report_html="<p>")
+    assert store.get(record.keys[PAGE]) == b"<p>"
+    write_plan(store, "prod", NOW + timedelta(minutes=1), **content)
+    assert PAGE not in read_plan(store, "prod").record.urls
+    assert read_plan(store, "prod", NOW).record == record
+    index_plans(store, "prod")
+    newest, oldest = store.get("plans/prod/index.md").decode().splitlines()[-2:]
+    assert "report.html" in oldest
+    assert "report.html" not in newest
+    assert "report.md" in newest
 
 
 def test_a_plan_is_read_back_exactly(store):

@@ -188,6 +188,18 @@ def test_nodes_of_a_fixed_pool_are_unknown_and_not_zero():
     assert "homo: unknown" in gpus
 
 
+def test_what_spot_nodes_cost_is_shared_out_by_their_prices_on_demand():
+    def changed(_, tables):
+        for row in tables["instances"]:
+            row["stages"] = [{"layers": 40, "nodes": ["2xL40S@spot", "1xL4@spot"]}]
+            row["price_usd_per_h"] = 0.43
+
+    [gpus] = charts_of(html(changed=changed), "Cost by GPU type")
+    assert "coral: 0.43 USD/h (L40S 0.35, L4 0.08)" in gpus
+    facts = [{"price_usd_per_h": {"a": 1.0}, "gpu_count": 1}, {"price_usd_per_h": {}, "gpu_count": 3}]
+    assert charts.price_shares(facts, "a") == [0.25, 0.75]
+
+
 def test_names_are_text_whatever_they_hold():
     hostile = '"><script>alert(1)</script><img src=x onerror=alert(1)>'
     text = html(models=(hostile, "{{ 7 * 7 }}"), scenario=f"</title>{hostile}", policies=("coral", hostile))
