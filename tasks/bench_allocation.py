@@ -17,7 +17,7 @@ from coral_core.allocation.formulation import formulate
 from coral_core.allocation.ilp import solve_allocation
 from coral_core.allocation.reduce import fits
 from coral_core.allocation.wide import cost_scale
-from coral_core.config.resolve import ResolvedScenario, allocation_problem
+from coral_core.config.resolve import ResolvedModel, ResolvedScenario, allocation_problem
 from coral_core.config.scenario import LibraryMethod, RandomWalk
 from coral_core.domain.allocation import AllocationProblem, AllocationResult, DemandRow, TemplateColumns
 from coral_core.domain.workload import Phase
@@ -31,6 +31,7 @@ GROWTH_MODELS: Final = (6, 12, 24, 46)
 GROWTH_REGIONS: Final = (3, 6, 12)
 _PATIENCE: Final = 2.0
 _LOADING_S: Final = 30.0
+_NARROW: Final = "fp8"
 _ALL_PHASES: Final = (Phase.PREFILL, Phase.DECODE, Phase.AGGREGATED)
 
 
@@ -108,24 +109,38 @@ class TimePoint:
 def in_mode(resolved: ResolvedScenario, mode: Mode, *, method: LibraryMethod) -> ResolvedScenario:
     """The scenario in a mode, on a library of its own that is built by `method`.
 
-    `paper`: as published. `full`: aggregated templates compete and prefill and decode of a model share a region; only
-    models that are served disaggregated gain the phase, the others have aggregated templates already.
+    `paper`: as published. `full`: aggregated templates compete, prefill and decode of a model share a region, and fp8
+    weights compete with the model's own where it has them. Only models that are served disaggregated gain the phase, the
+    others have aggregated templates already; variants that the scenario names stay what they are.
     """
     scenario = resolved.scenario
     library = scenario.library.model_copy(update={"name": f"{scenario.library_name}-{mode}-{method}", "method": method})
     if mode == "paper":
         return replace(resolved, scenario=scenario.model_copy(update={"library": library}))
+    models = tuple(
+        replace(model, phases=_full_phases(model), variants=_full_variants(model)) for model in resolved.models
+    )
     specs = tuple(
-        spec.model_copy(update={"phases": _ALL_PHASES}) if Phase.PREFILL in spec.phases else spec
-        for spec in scenario.models
+        spec.model_copy(update={"phases": model.phases, "variant": None, "variants": model.variants})
+        for spec, model in zip(scenario.models, models, strict=True)
     )
     update = {
         "models": specs,
         "library": library,
         "allocation": scenario.allocation.model_copy(update={"pd_same_region": True}),
     }
-    models = tuple(replace(model, phases=spec.phases) for model, spec in zip(resolved.models, specs, strict=True))
     return replace(resolved, scenario=scenario.model_copy(update=update), models=models)
+
+
+def _full_phases(model: ResolvedModel) -> tuple[Phase, ...]:
+    return _ALL_PHASES if Phase.PREFILL in model.phases else model.phases
+
+
+def _full_variants(model: ResolvedModel) -> tuple[str, ...]:
+    named = model.spec.variants is not None or model.spec.variant is not None
+    return (
+        model.variants if named or _NARROW not in model.shape.variants else tuple({model.variant: None, _NARROW: None})
+    )
 
 
 def bench_problem(

@@ -11,7 +11,7 @@ import pytest
 
 from coral_core.allocation.ilp import solve_allocation
 from coral_core.config.resolve import resolve_scenario
-from coral_core.config.scenario import load_scenario
+from coral_core.config.scenario import Scenario, load_scenario
 from coral_core.domain.allocation import AllocationOptions, AllocationProblem, DemandRow, TemplateColumns
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
@@ -126,6 +126,19 @@ def test_modes_have_libraries_of_their_own():
     assert full.scenario.allocation.pd_same_region
     assert all(Phase.AGGREGATED in model.phases for model in full.models)
     assert all(Phase.AGGREGATED in spec.phases for spec in full.scenario.models)
+    # fp8 competes wherever a model has it; resolving the changed scenario gives the same
+    assert [model.variants for model in full.models] == [("bf16", "fp8"), ("mxfp4",), ("bf16", "fp8")]
+    again = resolve_scenario(Scenario.model_validate(full.scenario.model_dump()))
+    assert [(model.variants, model.phases) for model in again.models] == [
+        (model.variants, model.phases) for model in full.models
+    ]
+
+
+def test_variants_that_a_scenario_names_stay_in_full_mode():
+    named = load_scenario("paper-core").model_dump()
+    named["models"][0]["variant"], named["models"][2]["variants"] = "bf16", ["int4", "fp8"]
+    full = bench.in_mode(resolve_scenario(Scenario.model_validate(named)), "full", method="lattice")
+    assert [model.variants for model in full.models] == [("bf16",), ("mxfp4",), ("int4", "fp8")]
 
 
 def test_only_a_random_walk_has_seeds():
