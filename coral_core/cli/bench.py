@@ -81,7 +81,7 @@ def allocation(
     scenario: ScenarioName = "tiny",
     mode: Annotated[
         Literal["paper", "full"],
-        Parameter(help="`full`: aggregated templates compete, prefill and decode share a region."),
+        Parameter(help="`full`: aggregated templates and fp8 weights compete, prefill and decode share a region."),
     ] = "paper",
     gap_frac: Annotated[float, Parameter(help="Relative gap to prove.")] = 1e-3,
     time_limit_s: Annotated[float, Parameter(help="Of each solve.")] = 60.0,
