@@ -136,6 +136,21 @@ def test_only_the_on_demand_share_is_kept_off_spot_nodes():
     assert held(homo(asked(on_demand_frac=1.0))) == {("a", "r0"): 4}
 
 
+def test_spot_nodes_are_left_alone_where_two_markets_round_up_to_more():
+    # one instance on demand serves all there is; beside it, what is left of the demand is worth no spot instance
+    given = replace(SPOT, templates=replace(SPOT.templates, throughput=np.array([40.0, 20.0])))
+    given = replace(given, demand=(replace(given.demand[0], on_demand_frac=0.5),))
+    whole = problem(
+        {"small": ("m", D, [1, 0], 20.0), "large": ("m", D, [3, 0], 40.0), "s": ("m", D, [0, 1], 20.0)},
+        [[9, 9]],
+        [[1.0, 2.5]],
+        (DemandRow(model="m", phase=D, tokens_per_s=40.0, on_demand_frac=0.5),),
+        spot_configs=("c1",),
+    )
+    assert held(homo(given)) == {("a", "r0"): 1}
+    assert held(homo(whole)) == {("small", "r0"): 2}
+
+
 def test_a_region_gets_its_share_and_the_rest_goes_where_it_is_cheap():
     assert held(homo(asked(region_fracs=(("r1", 0.5),)))) == {("s", "r0"): 2, ("s", "r1"): 2}
 

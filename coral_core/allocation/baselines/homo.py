@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coral_core.allocation.assess import assess, result_of, running_counts
+from coral_core.allocation.assess import Assessment, assess, result_of, running_counts
 from coral_core.allocation.baselines.homo_joint import homogeneous
 from coral_core.allocation.check import MAX_COUNT, check_problem
-from coral_core.allocation.coverage import DEMAND_TOLERANCE_FRAC, Bools, Coverage, Floats, coverage_of
+from coral_core.allocation.coverage import DEMAND_TOLERANCE_FRAC, Bools, Coverage, Floats, Ints, coverage_of
 from coral_core.allocation.preferences import counted_usd_per_h, real_prices
 from coral_core.allocation.reduce import excluded
 from coral_core.allocation.verify import verify_allocation
@@ -37,22 +37,41 @@ def homo(problem: AllocationProblem) -> AllocationResult:
     check_problem(problem)
     problem = homogeneous(problem)
     coverage = coverage_of(problem)
-    greedy = _Greedy(problem, coverage)
+    # with a share on demand both markets round up to whole instances: without spot nodes it may then be cheaper
+    attempts = [_chosen(problem, coverage, banned) for banned in _markets(coverage)]
+    counts, assessment = min(attempts, key=lambda attempt: _rank(problem, attempt[1]))
+    result = result_of(
+        problem,
+        counts,
+        assessment,
+        bound_usd_per_h=0.0,
+        shortfall_proven=False,
+        method="homo",
+        statistics={"columns_all": float(counts.size), "solve_s": time.perf_counter() - started},
+    )
+    verify_allocation(problem, result)
+    return result
+
+
+def _markets(coverage: Coverage) -> list[Bools]:
+    """(templates,) each: what to do without. `spot_of` is set only where some row asks for service on demand."""
+    none = np.zeros_like(coverage.spot_of)
+    return [none, coverage.spot_of] if coverage.spot_of.any() else [none]
+
+
+def _chosen(problem: AllocationProblem, coverage: Coverage, banned: Bools) -> tuple[Ints, Assessment]:
+    greedy = _Greedy(problem, coverage, banned)
     for unit in coverage.units():
         greedy.serve(unit)
     for row, demand in enumerate(problem.demand):
         greedy.meet_floor(row, demand.min_instances)
-    result = result_of(
-        problem,
-        greedy.counts,
-        assess(problem, coverage, greedy.counts),
-        bound_usd_per_h=0.0,
-        shortfall_proven=False,
-        method="homo",
-        statistics={"columns_all": float(greedy.counts.size), "solve_s": time.perf_counter() - started},
-    )
-    verify_allocation(problem, result)
-    return result
+    return greedy.counts, assess(problem, coverage, greedy.counts)
+
+
+def _rank(problem: AllocationProblem, found: Assessment) -> tuple[int, float, float]:
+    weights = [row.weight for row in problem.demand]
+    missing = math.fsum(weight * frac for weight, frac in zip(weights, found.missing_frac, strict=True))
+    return sum(found.deficit), round(missing, 9), found.objective_usd_per_h
 
 
 _BISECTIONS = 20
@@ -73,7 +92,7 @@ class _Zone:
 class _Greedy:
     """Instances chosen so far and what they leave: nodes, money, room under caps, demand."""
 
-    def __init__(self, problem: AllocationProblem, coverage: Coverage) -> None:
+    def __init__(self, problem: AllocationProblem, coverage: Coverage, banned: Bools) -> None:
         self.problem = problem
         self.coverage = coverage
         self.nodes = problem.templates.nodes
@@ -83,7 +102,7 @@ class _Greedy:
         self.running = running_counts(problem)
         self.paid = np.asarray(self.nodes.astype(np.float64) @ real_prices(problem).T)
         self.counted = counted_usd_per_h(problem)
-        self.banned = excluded(problem)
+        self.banned = excluded(problem) | banned[:, None]
         rows = len(problem.demand)
         self.frac = np.zeros((rows, len(problem.templates)))
         self.enters = np.zeros((rows, len(problem.templates)), dtype=bool)
