@@ -14,7 +14,9 @@ from types import ModuleType, TracebackType
 from typing import Final, Self, cast
 from uuid import UUID
 
+from artifacts.browse import link_of
 from artifacts.canonical import plain_value
+from artifacts.store import Store
 from coral_core.clock import Clock, SystemClock
 from coral_core.errors import InputError
 
@@ -56,6 +58,22 @@ def publish_link(text: str, url: str, *, key: str | None = None, description: st
         link_text=text,
         key=None if key is None else checked_key(key),
         description=description or None,
+    )
+
+
+def publish_objects(key: str, store: Store, objects: Mapping[str, str], *, description: str = "") -> UUID:
+    """Show where objects of the store (URL or key, by name) are to be opened, and the command that shows each.
+
+    A page that came over http cannot open a local file, so there is no link to one, but its address.
+    """
+    rows = []
+    for name, place in objects.items():
+        object_key = place.removeprefix(f"{store.url}/")
+        url, link = store.url_of(object_key), link_of(store, object_key)
+        where = f"`{url}`" if link.startswith("file:") else f"[{url}]({link})"
+        rows.append(f"| {name} | {where} | `coral artifacts show {object_key}` |")
+    return publish_markdown(
+        key, "\n".join(["| object | where | in a terminal |", "| --- | --- | --- |", *rows]), description=description
     )
 
 

@@ -10,10 +10,9 @@ from dataclasses import replace
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from artifacts.browse import link_of
 from artifacts.keys import library_group, manifest_key
 from artifacts.library import Manifest
-from artifacts.prefect_ui import ProgressReporter, publish_link, publish_table
+from artifacts.prefect_ui import ProgressReporter, publish_objects, publish_table
 from artifacts.store import open_store
 from coral_core.clock import SystemClock
 from coral_core.config.resolve import resolve_scenario
@@ -96,8 +95,11 @@ def commit_snapshot(build: Build, *, allow_partial: bool) -> Manifest:
     manifest = build.commit(allow_partial=allow_partial, clock=SystemClock())
     name = f"library {manifest.library} version {manifest.version}"
     publish_table(key, manifest_rows(manifest), description=f"Templates in {name}")
-    publish_link(f"manifest of {name}", link_of(build.store, manifest_key(manifest.library, manifest.version)))
-    publish_link(f"data files of library {manifest.library}", link_of(build.store, library_group(manifest.library)))
+    places = {
+        "manifest": manifest_key(manifest.library, manifest.version),
+        "all of the library": library_group(manifest.library),
+    }
+    publish_objects(f"{key}-stored", build.store, places, description=f"Where {name} lies")
     return manifest
 
 

@@ -9,11 +9,11 @@ from typing import Any
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from artifacts.evaluations import PAGE, REPORT, SUMMARY, latest_sensitivity, write_evaluation
+from artifacts.evaluations import SUMMARY, latest_sensitivity, write_evaluation
 from artifacts.group_pages import index_group
 from artifacts.keys import scenario_group
 from artifacts.library import LibrarySnapshot
-from artifacts.prefect_ui import publish_link, publish_markdown, publish_table
+from artifacts.prefect_ui import publish_markdown, publish_objects, publish_table
 from artifacts.store import Store, open_store
 from coral_core.clock import SystemClock
 from coral_core.config.policies import scenario_policies
@@ -41,7 +41,7 @@ def evaluate(params: EvaluateParameters = EvaluateParameters()) -> str:  # noqa:
     snapshots = {method: library(resolved, store, method, workers=params.workers) for method in methods}
     found = compare(resolved, snapshots, params)
     urls = record(store, found, SystemClock().now())
-    show(found.document, urls)
+    show(store, found.document, urls)
     return urls[SUMMARY]
 
 
@@ -88,8 +88,8 @@ def record(store: Store, found: Evaluation, now: datetime) -> dict[str, str]:
     return urls
 
 
-def show(document: Mapping[str, Any], urls: Mapping[str, str]) -> None:
-    """The tables, the report as a page, and links to the stored objects, in the run's artifacts."""
+def show(store: Store, document: Mapping[str, Any], urls: Mapping[str, str]) -> None:
+    """The tables, the report as a page, and where the stored objects lie, in the run's artifacts."""
     key = artifact_key("evaluation", document["scenario"])
     for number, table in enumerate(evaluation_tables(document)):
         rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
@@ -97,9 +97,7 @@ def show(document: Mapping[str, Any], urls: Mapping[str, str]) -> None:
     publish_markdown(
         f"{key}-report", evaluation_markdown(document), description=f"Evaluation of {document['scenario']}"
     )
-    publish_link(PAGE, urls[PAGE], key=f"{key}-page", description="The whole report as one HTML file")
-    for name in (SUMMARY, REPORT):
-        publish_link(name, urls[name])
+    publish_objects(f"{key}-stored", store, urls, description="What was recorded, and where it lies")
     for name, why in document["failed"].items():
         get_run_logger().warning("policy %s failed: %s", name, why)
     for note in evaluation_notes(document):

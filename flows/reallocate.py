@@ -22,11 +22,12 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
-from artifacts.fleets import Outcome
+from artifacts.fleets import RESULT, Outcome
 from artifacts.leases import Lease, LeaseTaken
 from artifacts.library import open_library
-from artifacts.plans import DECISION, PAGE, PLAN, REPORT, StoredPlan
-from artifacts.prefect_ui import publish_link, publish_markdown, publish_table
+from artifacts.plans import PLAN, StoredPlan
+from artifacts.prefect_ui import publish_markdown, publish_objects, publish_table
+from artifacts.store import Store
 from coral_core.config.resolve import resolve_scenario
 from coral_core.config.scenario import load_scenario
 from coral_core.config.settings import load_settings
@@ -156,7 +157,7 @@ def observe(job: Job, wish: Wish) -> Observation:
 def make_plan(job: Job, wish: Wish, seen: Observation, lowered: Mapping[Offer, int]) -> StoredPlan:
     """Solve the allocation for the demand to be planned for, record the answer and show it."""
     stored = record_plan(job, plan_from(job, wish, seen, lowered))
-    show_plan(stored)
+    show_plan(job.store, stored)
     log_plan(stored)
     tell_shortfall(stored)
     return stored
@@ -167,7 +168,9 @@ def apply(job: Job, lease: Lease, goal: Goal) -> Done:
     """Bring the fleet to the plan, look at it again, and record what was done."""
     get_run_logger().info("lease on fleet %s taken, epoch %d", lease.name, lease.epoch)
     done = carry_out(job, lease, goal)
-    publish_link("result.json", done.result_url)
+    publish_objects(
+        artifact_key("result", job.fleet), job.store, {RESULT: done.result_url}, description="What the run did"
+    )
     return done
 
 
@@ -229,15 +232,12 @@ def show_steps(job: Job, wish: Wish) -> Reallocated:
     return Reallocated(outcome="dry_run", message=message)
 
 
-def show_plan(stored: StoredPlan) -> None:
-    """The plan as a table, the report as a page, and links to the stored objects, in the run's artifacts."""
+def show_plan(store: Store, stored: StoredPlan) -> None:
+    """The plan as a table, the report as a page, and where the stored objects lie, in the run's artifacts."""
     key = artifact_key("plan", stored.record.fleet)
     publish_table(key, plan_rows(stored), description=f"Plan of fleet {stored.record.fleet}")
     publish_markdown(f"{key}-report", stored.report_md, description=f"Report on the plan of {stored.record.fleet}")
-    if page := stored.record.urls.get(PAGE):
-        publish_link(PAGE, page, key=f"{key}-page", description="The whole report as one HTML file")
-    for name in (PLAN, DECISION, REPORT):
-        publish_link(name, stored.record.urls[name])
+    publish_objects(f"{key}-stored", store, stored.record.urls, description="What was recorded, and where it lies")
 
 
 def plan_rows(stored: StoredPlan) -> list[dict[str, object]]:

@@ -7,8 +7,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
+from artifacts.fleets import RESULT
 from artifacts.leases import Lease, LeaseTaken
-from artifacts.prefect_ui import publish_link, publish_table
+from artifacts.prefect_ui import publish_objects, publish_table
 from coral_core.config.settings import load_settings
 from flows.parameters import TeardownParameters, artifact_key
 from flows.reallocate import Reallocated, ended
@@ -45,7 +46,9 @@ def teardown(params: TeardownParameters = TeardownParameters()) -> Reallocated |
 def release(job: Job, lease: Lease, goal: Goal) -> Done:
     """Drain, stop, look again, and record what was done."""
     done = carry_out(job, lease, goal)
-    publish_link("result.json", done.result_url)
+    publish_objects(
+        artifact_key("result", job.fleet), job.store, {RESULT: done.result_url}, description="What the run did"
+    )
     return done
 
 

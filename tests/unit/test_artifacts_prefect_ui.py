@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 from artifacts import prefect_ui
-from artifacts.prefect_ui import ProgressReporter, checked_key, publish_link, publish_markdown, publish_table
+from artifacts.prefect_ui import (
+    ProgressReporter,
+    checked_key,
+    publish_link,
+    publish_markdown,
+    publish_objects,
+    publish_table,
+)
+from artifacts.store import open_store
 from coral_core.clock import ManualClock
 from coral_core.errors import InputError
 
@@ -66,6 +74,22 @@ def test_links_may_have_no_key(shown):
     publish_link("plan.json", "s3://b/plan.json", key="plan")
     assert [content["key"] for _, content in shown] == [None, "plan"]
     assert shown[0][1]["link"] == "s3://b/plan.json"
+
+
+def test_stored_objects_are_shown_with_a_link_that_opens_and_the_command(shown, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    bucket, folder = open_store("s3://bucket/prefix"), open_store(str(tmp_path / "a folder"))
+    publish_objects("stored", bucket, {"plan.json": bucket.url_of("plans/x/plan.json"), "all": "plans/x"})
+    publish_objects("stored", folder, {"plan.json": folder.url_of("plans/x/plan.json")}, description="Where")
+    (_, first), (_, second) = shown
+    plan, group = first["markdown"].splitlines()[2:]
+    assert plan.startswith("| plan.json | [s3://bucket/prefix/plans/x/plan.json](https://eu-west-1.console.aws")
+    assert plan.endswith("| `coral artifacts show plans/x/plan.json` |")
+    assert group.endswith("| `coral artifacts show plans/x` |")
+    assert f"| `{folder.url}/plans/x/plan.json` | `coral artifacts show plans/x/plan.json` |" in second["markdown"]
+    assert "](" not in second["markdown"]
 
 
 def test_progress_is_shown_every_two_seconds_and_at_the_end(shown):
