@@ -22,6 +22,7 @@ PURE = {
     *("throughput", "rate", "nic_rate", "memory_rate"),  # tokens/s or requests/s, as the phase says
     *("shortfall", "shortfall_bound"),  # the weighted sum of missing fractions that is minimised first
     "relative_cost",  # the paper's unit: one L4 GPU
+    "price_factor",  # a pure number: how many times its price something counts
 }
 
 NUMBER = re.compile(r"\b(?:int|float|float64|int64|Floats)\b")
