@@ -35,6 +35,8 @@ from tasks.plan import scenario_templates
 
 Answer = TypeVar("Answer")
 
+AWS_SETTLE_S: Final = 60.0
+"""What EC2 takes at most, by our own margin, to list what it has started."""
 _PAUSES_S: Final = (1.0, 3.0, 9.0)
 """Between attempts of a read that finds the cloud busy."""
 
@@ -82,7 +84,7 @@ def _fake(settings: Settings) -> Provider:
         clock=clock,
         sleep=time.sleep,
         settle_s=0.0,
-        supply=lambda resolved, snapshot: (_stated(resolved, snapshot, zones, clock), STATED_AGES),
+        supply=lambda resolved, snapshot: stated_supply(resolved, snapshot, zones, clock),
         notes=("a rehearsal: nothing was rented, and prices and supply are the scenario's", ASSUMED_NOTE),
     )
 
@@ -100,7 +102,7 @@ def _aws(settings: Settings) -> Provider:
         engine=AssumedEngine(),
         clock=clock,
         sleep=time.sleep,
-        settle_s=60.0,
+        settle_s=AWS_SETTLE_S,
         supply=lambda _resolved, _snapshot: (aws_sources(api, clock), MaxAge()),
         notes=(ASSUMED_NOTE,),
     )
@@ -124,7 +126,7 @@ def _gcp(settings: Settings) -> Provider:
         clock=clock,
         sleep=time.sleep,
         settle_s=60.0,
-        supply=lambda resolved, snapshot: (_stated(resolved, snapshot, settings.gcp_zones, clock), STATED_AGES),
+        supply=lambda resolved, snapshot: stated_supply(resolved, snapshot, settings.gcp_zones, clock),
         notes=("prices and supply are the scenario's: there is no source of GCP's own", ASSUMED_NOTE),
     )
 
@@ -146,9 +148,9 @@ def rehearsal_zones() -> dict[str, tuple[str, ...]]:
     return {region: (f"{region}-x", f"{region}-y") for region in sorted(regions)}
 
 
-def _stated(
+def stated_supply(
     resolved: ResolvedScenario, snapshot: LibrarySnapshot, zones: Mapping[str, tuple[str, ...]], clock: Clock
-) -> Sources:
+) -> tuple[Sources, MaxAge]:
     """The scenario's own prices, and its supply in the first epoch."""
     columns = template_columns(scenario_templates(resolved, snapshot), [config.name for config in resolved.configs])
     available, price = available_nodes(resolved, columns)[0], node_prices(resolved)
@@ -161,7 +163,8 @@ def _stated(
                 offer = (region, *split_market(name))
                 prices[offer] = _stated_price(resolved, offer, float(price[r, c]), source, as_of)
                 nodes[offer] = int(available[r, c])
-    return StatedSupply(prices=prices, nodes=nodes, zones_by_region=zones, source=source, clock=clock).sources()
+    stated = StatedSupply(prices=prices, nodes=nodes, zones_by_region=zones, source=source, clock=clock)
+    return stated.sources(), STATED_AGES
 
 
 def _stated_price(
