@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
@@ -10,6 +11,9 @@ from coral_core.cli.options import AsJson
 from coral_core.cli.output import print_json, print_table
 from coral_core.domain.hardware import Catalog, NodeConfig
 from coral_core.units import GBIT_PER_S, GIB, TERA
+
+if TYPE_CHECKING:
+    from coral_core.catalog.spot import SpotFact
 
 app = App(name="catalog", help="GPUs, node configurations and their prices.")
 
@@ -42,6 +46,7 @@ def show(
 ) -> None:
     """Show a catalogue's configurations, their hardware and what they cost where ('-': not sold or not known)."""
     from coral_core.catalog import load_catalog
+    from coral_core.catalog.spot import load_spot
     from coral_core.config.availability import look_up
 
     catalog = load_catalog(name)
@@ -49,8 +54,10 @@ def show(
         look_up(dict.fromkeys(catalog.regions), region, "region", "--region", f"catalogue {name}")
     regions = catalog.regions if region is None else (region,)
     configs = sorted(catalog.configs.values(), key=lambda config: (config.gpu.name, config.gpu_count, config.name))
+    spot = load_spot(name)
     if as_json:
-        print_json({"name": catalog.name, "note": catalog.note, "configs": [_config_json(catalog, c) for c in configs]})
+        found = [{**_config_json(catalog, config), "spot": _spot_json(spot, config)} for config in configs]
+        print_json({"name": catalog.name, "note": catalog.note, "configs": found})
         return
     rows = [
         (
@@ -61,12 +68,19 @@ def show(
             config.nic_bytes_per_s / GBIT_PER_S,
             config.cloud,
             *_price_cells(catalog, config, regions),
+            *(_spot_cells(spot.get((region, config.name))) if region and spot else ()),
         )
         for config in configs
     ]
     columns = ["configuration", "GPU", "GPUs", "memory GiB", "NIC Gbit/s", "cloud"]
     columns += ["USD/h"] if region is not None else ["from USD/h", "to USD/h", "regions"]
-    print_table(f"Catalogue {catalog.name}, on-demand prices", columns, rows, note=catalog.note)
+    columns += ["spot saves", "taken back a month"] if region and spot else []
+    title = f"Catalogue {catalog.name}, on-demand prices"
+    if spot:
+        note = f"Spot: as of {min(fact.as_of for fact in spot.values())}; by region with --region."
+        print_table(title, columns, rows, note=f"{catalog.note}\n{note}")
+        return
+    print_table(title, columns, rows, note=catalog.note)
 
 
 @app.command
@@ -115,6 +129,29 @@ def _price_cells(catalog: Catalog, config: NodeConfig, regions: tuple[str, ...])
     if len(regions) == 1:
         return (sold[0] if sold else None,)
     return (min(sold, default=None), max(sold, default=None), len(sold))
+
+
+def _spot_cells(fact: SpotFact | None) -> tuple[object, ...]:
+    if fact is None:
+        return (None, None)
+    low, high = fact.interrupted_frac_per_month_from, fact.interrupted_frac_per_month_to
+    share = f"{low:.0%} to {high:.0%}" if high is not None else f"above {low:.0%}"
+    return (f"{fact.saving_frac:.0%}", share)
+
+
+def _spot_json(spot: Mapping[tuple[str, str], SpotFact], config: NodeConfig) -> list[dict[str, object]]:
+    return [
+        {
+            "region": fact.region,
+            "saving_frac": fact.saving_frac,
+            "interrupted_frac_per_month_from": fact.interrupted_frac_per_month_from,
+            "interrupted_frac_per_month_to": fact.interrupted_frac_per_month_to,
+            "source": fact.source,
+            "as_of": fact.as_of.isoformat(),
+        }
+        for (_, name), fact in sorted(spot.items())
+        if name == config.name
+    ]
 
 
 def _config_json(catalog: Catalog, config: NodeConfig) -> dict[str, object]:

@@ -54,6 +54,21 @@ def test_a_price_that_is_not_known_is_not_zero(coral):
     assert all(price["price_usd_per_h"] > 0 for config in configs.values() for price in config["prices"])
 
 
+def test_spot_discounts_are_shown_where_they_are_known(coral):
+    _, out, _ = coral("catalog", "show", "aws-real", "--json")
+    configs = {config["name"]: config["spot"] for config in json.loads(out)["configs"]}
+    assert configs["p5.4xlarge"] == []
+    ohio = next(fact for fact in configs["g6e.xlarge"] if fact["region"] == "us-east-2")
+    assert ohio["interrupted_frac_per_month_to"] is None  # an open range
+    _, out, _ = coral("catalog", "show", "aws-real", "--region", "us-east-2")
+    row = next(line for line in out.splitlines() if line.startswith("g6e.xlarge"))
+    assert f"{ohio['saving_frac']:.0%}" in row
+    assert "above 20%" in row
+    assert "Spot: as of 2025-06-01" in out
+    _, out, _ = coral("catalog", "show", "paper-core", "--region", "us-east-2")
+    assert "Spot" not in out
+
+
 def test_a_model_is_added_from_a_hugging_face_config_and_listed(coral, tmp_path):
     config = {
         "architectures": ["LlamaForCausalLM"],
