@@ -51,7 +51,7 @@ def split_gains(resolved: ResolvedScenario, equal: TemplateColumns, free: Templa
 
     Raises SolverError where the free split gives a combination less than the equal one, which its set of choices rules out.
     """
-    shape = (len(resolved.scenario.regions), len(resolved.configs))
+    shape = (len(resolved.scenario.regions), len(resolved.offers))
     ample = np.full(shape, Ample().nodes, dtype=np.int64)
     problem, other = (_simple(allocation_problem(resolved, columns, available=ample)) for columns in (equal, free))
     return tuple(_gain(problem, other, row) for row in range(len(problem.demand)))
