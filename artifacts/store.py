@@ -8,21 +8,24 @@ ever sees a part of an object under its key.
 from __future__ import annotations
 
 import os
+import random
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, MemoryStore, ObjectStore, S3Store
 
-from coral_core.errors import InputError, StoreConflictError, StoreError
+from artifacts.store_errors import explained, first_line, is_missing_bucket
+from coral_core.errors import InputError, StoreConflictError, StoreError, StoreUnreachableError
 
 if TYPE_CHECKING:  # obstore has these names for type checkers only
     from obstore import ObjectMeta
@@ -32,8 +35,18 @@ SCHEMES: Final = "file:///absolute/folder, s3://bucket/prefix or memory://name"
 
 # A flow has its own retries: a dead endpoint must be told within seconds, not obstore's three minutes.
 _S3_RETRIES: Final[RetryConfig] = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
+_TIMEOUT: Final = timedelta(seconds=120)
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
-_CREDENTIALS_FIX: Final = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run where an instance profile gives them"
+_TRIES: Final = 3
+_PAUSE_S: Final = 0.2
+_RETRY_WITHIN_S: Final = 10.0
+"""The library repeats reads and answers of 5xx, but neither creates nor removals nor listings whose connection broke."""
+
+_EXISTS: Final = "an object exists under this key"
+_REFRESH: Final = "refresh and try again"
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +84,35 @@ class Store:
     def put_if_absent(self, key: str, data: bytes) -> None:
         """Write the object, or raise StoreConflictError and change nothing where one exists under this key.
 
-        The client repeats a request whose answer was lost, so the object in the way may be our own: see `put_once`.
+        Where an answer was lost it is found out by reading whether the write took effect; so bytes that tell writers
+        apart (a token, a hash) are recognised as one's own. A conflict may still be with one's own object, where the
+        client repeated a request by itself: see `put_once`.
         """
-        with self._reported(key):
+        try:
+            self._create(key, data)
+        except StoreUnreachableError as error:
+            self._settled(key, data, error)
+
+    def _create(self, key: str, data: bytes) -> None:
+        with self._reported(key, "writing"):
             obstore.put(self._objects, _checked(key), data, mode="create", use_multipart=False)
+
+    def _settled(self, key: str, data: bytes, first: StoreUnreachableError) -> None:
+        """Find out what became of a create whose answer was lost, and repeat it where nothing did."""
+        for _ in _pauses():
+            try:
+                found = self.find(key)
+                if found == data:
+                    return
+                if found is None:
+                    self._create(key, data)
+                    return
+            except StoreConflictError:
+                continue  # the lost one arrived in between, or another writer's: read which
+            except StoreUnreachableError:
+                continue
+            raise StoreConflictError(_EXISTS, where=self.url_of(key), fix=_REFRESH)
+        raise first
 
     def put_once(self, key: str, data: bytes) -> None:
         """Like `put_if_absent`, but accepts that exactly these bytes are there already: safe to repeat."""
@@ -86,7 +124,7 @@ class Store:
 
     def put(self, key: str, data: bytes) -> None:
         """Write the object, in place of any that exists. For pages that are regenerated, never for records."""
-        with self._reported(key):
+        with self._reported(key, "writing"):
             obstore.put(self._objects, _checked(key), data, mode="overwrite", use_multipart=False)
 
     def get(self, key: str) -> bytes:
@@ -98,11 +136,11 @@ class Store:
 
     def find(self, key: str) -> bytes | None:
         """All bytes of the object, or None where there is none under this key."""
-        with self._reported(key):
+        with self._reported(key, "reading"):
             try:
                 return bytes(obstore.get(self._objects, _checked(key)).bytes())
             except FileNotFoundError as error:
-                if _is_missing_bucket(error):
+                if is_missing_bucket(error):
                     raise
                 return None
 
@@ -112,7 +150,7 @@ class Store:
 
     def size_bytes(self, key: str) -> int | None:
         """Size of the object without reading it, or None where there is none under this key."""
-        with self._reported(key):
+        with self._reported(key, "reading"):
             try:
                 return int(obstore.head(self._objects, _checked(key))["size"])
             except FileNotFoundError:
@@ -124,15 +162,19 @@ class Store:
 
     def list_entries(self, prefix: str) -> list[Entry]:
         """All objects below the group `prefix`, sorted by key."""
-        with self._reported(prefix):
-            pages = obstore.list(self._objects, _checked(prefix) if prefix else None)
-            return sorted((_entry(found) for page in pages for found in page), key=lambda entry: entry.key)
+        return self._listed(prefix, after=None)
 
     def list_keys_after(self, prefix: str, key: str) -> list[str]:
         """All keys below the group `prefix` that sort behind `key`, sorted; cheap however many lie before it."""
-        with self._reported(prefix):
-            pages = obstore.list(self._objects, _checked(prefix), offset=_checked(key))
-            return sorted(str(entry["path"]) for page in pages for entry in page)
+        return [entry.key for entry in self._listed(prefix, after=_checked(key))]
+
+    def _listed(self, prefix: str, *, after: str | None) -> list[Entry]:
+        def once() -> list[Entry]:
+            with self._reported(prefix, "listing"):
+                pages = obstore.list(self._objects, _checked(prefix) if prefix else None, offset=after)
+                return sorted((_entry(found) for page in pages for found in page), key=lambda entry: entry.key)
+
+        return _repeated(once)
 
     def list_groups(self, prefix: str) -> list[str]:
         """Names of the groups directly below the group `prefix`, sorted. For browsing."""
@@ -140,19 +182,27 @@ class Store:
 
     def browse(self, prefix: str) -> tuple[list[str], list[Entry]]:
         """Names of the groups directly below the group `prefix`, and the objects directly in it, both sorted."""
-        with self._reported(prefix):
-            found = obstore.list_with_delimiter(self._objects, _checked(prefix) if prefix else None)
-            groups = sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
-            return groups, sorted(map(_entry, found["objects"]), key=lambda entry: entry.key)
+
+        def once() -> tuple[list[str], list[Entry]]:
+            with self._reported(prefix, "listing"):
+                found = obstore.list_with_delimiter(self._objects, _checked(prefix) if prefix else None)
+                groups = sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
+                return groups, sorted(map(_entry, found["objects"]), key=lambda entry: entry.key)
+
+        return _repeated(once)
 
     def delete(self, key: str) -> None:
         """Remove the object; it is no error where there is none."""
-        with self._reported(key):
-            try:
-                obstore.delete(self._objects, _checked(key))
-            except FileNotFoundError as error:
-                if _is_missing_bucket(error):
-                    raise
+
+        def once() -> None:
+            with self._reported(key, "removing"):
+                try:
+                    obstore.delete(self._objects, _checked(key))
+                except FileNotFoundError as error:
+                    if is_missing_bucket(error):
+                        raise
+
+        _repeated(once)
 
     def check(self) -> None:
         """Write, read and remove a probe, and see that put-if-absent refuses: some S3 servers silently overwrite.
@@ -180,17 +230,38 @@ class Store:
             self.delete(key)
 
     @contextmanager
-    def _reported(self, key: str) -> Iterator[None]:
-        """Turn whatever the library raises into StoreError at the object's URL."""
+    def _reported(self, key: str, action: str) -> Iterator[None]:
+        """Turn whatever the library raises into StoreError at the object's URL, saying what was being done to it."""
         try:
             yield
         except AlreadyExistsError as error:
-            raise StoreConflictError(
-                "an object exists under this key", where=self.url_of(key), fix="refresh and try again"
-            ) from error
+            raise StoreConflictError(_EXISTS, where=self.url_of(key), fix=_REFRESH) from error
         except (BaseError, OSError) as error:
-            what, fix = _explained(error, self.url)
-            raise StoreError(what, where=self.url_of(key), fix=fix) from error
+            raise explained(error, action=action, where=self.url_of(key), store_url=self.url) from error
+
+
+def _pauses() -> Iterator[None]:
+    """A few tries, each after a longer pause, for as long as that is worth it: whoever calls has retries as well."""
+    end_s = time.monotonic() + _RETRY_WITHIN_S
+    for attempt in range(_TRIES):
+        if time.monotonic() > end_s:
+            return
+        time.sleep(_PAUSE_S * 2**attempt * random.uniform(0.5, 1.0))  # noqa: S311 - spreads writers, keeps no secret
+        yield
+
+
+def _repeated(call: Callable[[], Result]) -> Result:
+    """The call's result, for calls that may be repeated and that the library does not repeat by itself."""
+    try:
+        return call()
+    except StoreUnreachableError as error:
+        first = error
+    for _ in _pauses():
+        try:
+            return call()
+        except StoreUnreachableError:
+            continue
+    raise first
 
 
 def open_store(url: str) -> Store:
@@ -252,7 +323,7 @@ def _open_bucket(url: str, *, bucket: str, prefix: str) -> Store:
     client: ClientConfig = {
         "allow_http": allow_http,
         "connect_timeout": timedelta(seconds=5),
-        "timeout": timedelta(seconds=120),
+        "timeout": _TIMEOUT,
     }
     try:
         objects = S3Store(
@@ -264,7 +335,7 @@ def _open_bucket(url: str, *, bucket: str, prefix: str) -> Store:
         )
     except (BaseError, ValueError) as error:
         raise InputError(
-            f"the S3 settings are not usable: {_first_line(error)}", where=url, fix="check the AWS_* variables"
+            f"the S3 settings are not usable: {first_line(error)}", where=url, fix="check the AWS_* variables"
         ) from error
     return Store(f"s3://{bucket}/{prefix}".rstrip("/"), objects)
 
@@ -291,33 +362,3 @@ def _checked(key: str) -> str:
     ):
         raise InputError("not a plain relative key", where=repr(key), fix="join plain names by single slashes")
     return key
-
-
-def _is_missing_bucket(error: Exception) -> bool:
-    return "NoSuchBucket" in str(error)
-
-
-def _explained(error: Exception, url: str) -> tuple[str, str]:
-    """What happened and what to do, from an error of the library or the system."""
-    text, first_line = str(error), _first_line(error)
-    if _is_missing_bucket(error):
-        return "the bucket does not exist", "create it, or correct the store's URL"
-    if isinstance(error, UnauthenticatedError) or "InvalidAccessKeyId" in text or "SignatureDoesNotMatch" in text:
-        return "the credentials are wrong", _CREDENTIALS_FIX
-    if isinstance(error, PermissionDeniedError | PermissionError) or "Permission denied" in text:
-        if url.startswith("s3:"):
-            fix = f"{_CREDENTIALS_FIX}; allow s3:GetObject, s3:PutObject and s3:ListBucket on it"
-        else:
-            fix = "give this user the right to read and write the folder"
-        return "permission denied", fix
-    if "/latest/" in text or "credential" in text.lower():  # the first is the path of the instance metadata service
-        return f"no credentials were found: {first_line}", _CREDENTIALS_FIX
-    if url.startswith("s3:") and ("error sending request" in text or "timed out" in text or "Connect" in text):
-        return f"the store cannot be reached: {first_line}", "check AWS_ENDPOINT_URL_S3, AWS_REGION and the network"
-    return first_line, ""
-
-
-def _first_line(error: Exception) -> str:
-    """The library's errors go on with pages of debugging output."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

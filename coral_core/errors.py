@@ -80,6 +80,12 @@ class StoreError(CoralError):
     kind = "store"
 
 
+class StoreUnreachableError(StoreError):
+    """The object store does not answer, or fails by itself: the same call may succeed later, and may have taken effect."""
+
+    kind = "store_unreachable"
+
+
 class StoreConflictError(StoreError):
     """Another writer won a put-if-absent: refresh and try again."""
 

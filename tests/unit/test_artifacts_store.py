@@ -7,7 +7,8 @@ import os
 import pytest
 from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
-from artifacts.store import Store, _explained, open_store
+from artifacts.store import Store, open_store
+from artifacts.store_errors import explained
 from coral_core.errors import InputError, StoreError
 
 CLOSED = "http://127.0.0.1:9"  # the discard port: nothing listens
@@ -56,7 +57,9 @@ def test_an_unreachable_endpoint_is_told_within_seconds(variable, monkeypatch):
     monkeypatch.setenv(variable, CLOSED)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     store = open_store("s3://bucket/prefix")
-    with pytest.raises(StoreError, match=r"^s3://bucket/prefix/a: the store cannot be reached: .*AWS_ENDPOINT_URL_S3"):
+    with pytest.raises(
+        StoreError, match=r"^s3://bucket/prefix/a: the store cannot be reached while reading: .*AWS_ENDPOINT_URL_S3"
+    ):
         store.get("a")
 
 
@@ -115,7 +118,9 @@ def test_a_store_that_cannot_be_written_is_unfit(tmp_path):
 def test_a_folder_that_may_only_be_read_is_unfit(tmp_path):
     store = open_store(str(tmp_path))
     tmp_path.chmod(0o500)
-    with pytest.raises(StoreError, match=r"cannot be written: permission denied .*right to read and write the folder"):
+    with pytest.raises(
+        StoreError, match=r"cannot be written: permission denied while writing .*right to read and write the folder"
+    ):
         store.check()
 
 
@@ -137,17 +142,22 @@ def test_a_folder_without_rights(tmp_path):
 @pytest.mark.parametrize(
     ("error", "url", "what", "fix"),
     [
-        (PermissionDeniedError("no"), "s3://b", "permission denied", "s3:PutObject"),
-        (PermissionError("no"), "file:///b", "permission denied", "right to read and write"),
+        (PermissionDeniedError("no"), "s3://b", "permission denied while writing", "s3:PutObject"),
+        (PermissionError("no"), "file:///b", "permission denied while writing", "right to read and write"),
         (UnauthenticatedError("no"), "s3://b", "the credentials are wrong", "AWS_ACCESS_KEY_ID"),
-        (OSError(28, "No space left on device"), "file:///b", "[Errno 28] No space left on device", ""),
-        (OSError(), "file:///b", "OSError", ""),
+        (
+            OSError(28, "No space left on device"),
+            "file:///b",
+            "failed while writing: [Errno 28] No space left on device",
+            "",
+        ),
+        (OSError(), "file:///b", "failed while writing: OSError", ""),
     ],
 )
 def test_what_went_wrong_and_what_to_do(error, url, what, fix):
-    told = _explained(error, url)
-    assert told[0] == what
-    assert fix in told[1]
+    told = explained(error, action="writing", where=f"{url}/a", store_url=url)
+    assert (type(told), told.what, told.where) == (StoreError, what, f"{url}/a")
+    assert fix in told.fix
 
 
 def test_errors_of_the_library_name_the_object(tmp_path):
