@@ -19,7 +19,7 @@ from coral_core.cloud.steps import ReconcilePolicy
 from coral_core.cloud.supply import Reading
 from coral_core.config.demand import DemandSpec
 from coral_core.config.resolve import ResolvedScenario
-from coral_core.domain.hardware import market_name
+from coral_core.domain.hardware import market_name, split_market
 from coral_core.errors import CoralError, InputError
 from coral_core.forecast import DemandForecast
 from tasks.demand import length_factor, measured_demand
@@ -215,7 +215,7 @@ def wanted_instances(store: Store, fleet: str) -> dict[tuple[str, str], int]:
         return {}
     wanted: Counter[tuple[str, str]] = Counter()
     for item in read_plan(store, fleet, acted[-1].time).plan["instances"]:
-        wanted[item["template"], item["region"]] += item["count"]
+        wanted[split_market(item["template"])[0], item["region"]] += item["count"]
     return dict(wanted)
 
 
