@@ -17,7 +17,7 @@ import numpy as np
 
 from coral_core.allocation.columns import Columns, with_templates
 from coral_core.allocation.cover import CoverProblem, Items, cover, joined
-from coral_core.allocation.coverage import Bools, Coverage, Group, coverage_of, fraction
+from coral_core.allocation.coverage import Bools, Coverage, Group, Ints, coverage_of, fraction
 from coral_core.allocation.formulation import formulate
 from coral_core.allocation.fronts import Fronts
 from coral_core.allocation.stages import Plan, Staged, StagedSolve
@@ -60,25 +60,50 @@ def asking_blocks(problem: AllocationProblem, coverage: Coverage) -> list[tuple[
 def solve_blocks(
     problem: AllocationProblem, coverage: Coverage, fronts: Fronts, solver: Solver, effort: Effort
 ) -> Blocks:
-    """Solve every block without capacity limits, within less than half of the time left, and join the plans."""
+    """Solve every block without capacity limits, within less than half of the time left, and join the plans.
+
+    Where they fit together and some are not within the gap, those get all the time left.
+    """
     blocks = asking_blocks(problem, coverage)
     share = effort.within(0.4)
-    solved, columns = [], 0
-    counts = np.zeros((len(problem.templates), len(problem.regions)), dtype=np.int64)
-    used = np.zeros_like(problem.available)
+    parts: list[tuple[Block, Ints, Staged]] = []
     for number, rows in enumerate(blocks):
         by_region = any(row in pair for pair in coverage.pairs for row in rows) or bool(
             any(coverage.region_fracs[row] for row in rows)
         )
         picked = fronts.columns(rows, by_region=by_region)
-        columns += len(picked)
         kept, own = np.unique(picked.template, return_inverse=True)
         block = Block.of(with_templates(problem, kept), replace(picked, template=own), rows, by_region=by_region)
         use_cover = len(problem.templates) >= COVER_FROM_TEMPLATES
         staged = _solve_block(block, solver, share.within(1 / (len(blocks) - number)), use_cover=use_cover)
-        solved.append(staged)
-        counts[kept] += staged.plan.counts
-        used += staged.plan.counts.T @ block.problem.templates.nodes
+        parts.append((block, kept, staged))
+    joined = _joined(problem, parts)
+    loose = [b for b, (_, _, staged) in enumerate(parts) if _loose(staged, effort)]
+    if not joined.settled or not loose:
+        return joined
+    for number, b in enumerate(loose):
+        block, kept, staged = parts[b]
+        again = block.solve(solver).run(effort.within(1 / (len(loose) - number)), start=staged.plan)
+        better = max(again.cost_bound_usd_per_h, staged.cost_bound_usd_per_h)
+        parts[b] = (block, kept, replace(again, cost_bound_usd_per_h=better))
+    tighter = _joined(problem, parts)
+    return tighter if tighter.settled else joined
+
+
+def _loose(staged: Staged, effort: Effort) -> bool:
+    """Whether all is served, at a cost not proven to be within the gap."""
+    return staged.plan.full and (
+        staged.plan.cost_usd_per_h - staged.cost_bound_usd_per_h > effort.gap_frac * staged.plan.cost_usd_per_h
+    )
+
+
+def _joined(problem: AllocationProblem, parts: list[tuple[Block, Ints, Staged]]) -> Blocks:
+    counts = np.zeros((len(problem.templates), len(problem.regions)), dtype=np.int64)
+    used = np.zeros_like(problem.available)
+    for block, kept, part in parts:
+        counts[kept] += part.plan.counts
+        used += part.plan.counts.T @ block.problem.templates.nodes
+    solved = [part for _, _, part in parts]
     plan = Plan(
         counts=counts,
         deficit=sum(block.plan.deficit for block in solved),
@@ -94,17 +119,14 @@ def solve_blocks(
     return Blocks(
         staged=staged,
         settled=bool((used <= problem.available).all()),
-        columns=columns,
+        columns=sum(len(block.columns) for block, _, _ in parts),
         full_service_bound_usd_per_h=staged.cost_bound_usd_per_h if plan.full else 0.0,
     )
 
 
 def _solve_block(block: Block, solver: Solver, effort: Effort, *, use_cover: bool) -> Staged:
     """By dynamic program where the block is of that kind and it gets within the gap, else by integer program."""
-    formulation = formulate(block.problem, block.coverage, block.columns, rows=block.rows, capacity=False)
-    solve = StagedSolve(
-        problem=block.problem, coverage=block.coverage, formulation=formulation, rows=block.rows, solver=solver
-    )
+    solve = block.solve(solver)
     if not (use_cover and block.coverable):
         return solve.run(effort)
     found = cover(block.cover_problem(), gap_frac=effort.gap_frac)
@@ -135,6 +157,13 @@ class Block:
     def of(cls, problem: AllocationProblem, columns: Columns, rows: tuple[int, ...], *, by_region: bool) -> Block:
         """A block of a problem that holds its templates alone."""
         return cls(problem=problem, coverage=coverage_of(problem), columns=columns, rows=rows, by_region=by_region)
+
+    def solve(self, solver: Solver) -> StagedSolve:
+        """The block as an integer program without capacity limits."""
+        formulation = formulate(self.problem, self.coverage, self.columns, rows=self.rows, capacity=False)
+        return StagedSolve(
+            problem=self.problem, coverage=self.coverage, formulation=formulation, rows=self.rows, solver=solver
+        )
 
     @property
     def groups(self) -> list[Group]:

@@ -71,15 +71,15 @@ class Formulation:
         objective[self.deficit] = 1.0
         return replace(self.program, objective=objective)
 
-    def least_shortfall(self, deficit: int) -> WideProgram:
+    def least_shortfall(self, deficit: float) -> WideProgram:
         """Least weighted missing fraction at no more than `deficit` instances missing from floors."""
         return replace(self.program, objective=self.weight, row_upper=self._stage(deficit, math.inf))
 
-    def least_cost(self, deficit: int, shortfall: float) -> WideProgram:
+    def least_cost(self, deficit: float, shortfall: float) -> WideProgram:
         """Least cost at no more than the deficit and the weighted shortfall given."""
         return replace(self.program, objective=self.cost_usd_per_h, row_upper=self._stage(deficit, shortfall))
 
-    def _stage(self, deficit: int, shortfall: float) -> Floats:
+    def _stage(self, deficit: float, shortfall: float) -> Floats:
         row_upper = self.program.row_upper.copy()
         row_upper[-2:] = (deficit, shortfall)
         return row_upper

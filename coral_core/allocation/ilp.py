@@ -7,25 +7,26 @@ without capacity limits model by model; where that does not hold, reduce the col
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import cast
 
 from coral_core.allocation.assess import assess, result_of, within_budget
 from coral_core.allocation.check import check_problem
+from coral_core.allocation.choosing import Choosing, solver_for
 from coral_core.allocation.columns import columns_of
 from coral_core.allocation.coverage import coverage_of, weight_unit
 from coral_core.allocation.decompose import solve_blocks
 from coral_core.allocation.formulation import formulate
 from coral_core.allocation.fronts import Fronts
+from coral_core.allocation.guarded import has_guarantees, solve_guarded, without_guarantees
 from coral_core.allocation.joint import solve_joint
 from coral_core.allocation.reach import within_reach
 from coral_core.allocation.reduce import reduce_columns
 from coral_core.allocation.stages import StagedSolve, weighted_shortfall
 from coral_core.allocation.verify import verify_allocation
-from coral_core.allocation.wide import Effort
+from coral_core.allocation.wide import DIRECT_COLUMNS, Effort
 from coral_core.domain.allocation import AllocationProblem, AllocationResult
-from coral_core.solver.choose import Preference, choose_solver
-from coral_core.solver.program import IntegerProgram, SolveOptions, Solver, SolveResult
+from coral_core.solver.program import Solver
+
+_RELAXED_SHARE = 0.4
 
 
 def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None) -> AllocationResult:
@@ -41,7 +42,7 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
     check_problem(problem)
     asked, asked_coverage = problem, coverage_of(problem)
     problem = within_reach(asked, asked_coverage)
-    chosen = _Choosing(preference=cast("Preference", problem.options.solver)) if solver is None else solver
+    chosen = solver_for(problem.options.solver) if solver is None else solver
     coverage = asked_coverage if problem is asked else coverage_of(problem)
     effort = Effort(gap_frac=problem.options.gap_frac, deadline_s=started + problem.options.time_limit_s)
     fronts = Fronts.of(problem, coverage)
@@ -60,9 +61,14 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
         columns = columns_of(problem, coverage, reduction.keep)
         counted = {**reduction.counts, "columns": float(len(columns))}
         rows = tuple(range(len(problem.demand)))
-        formulation = formulate(problem, coverage, columns)
-        solve = StagedSolve(problem=problem, coverage=coverage, formulation=formulation, rows=rows, solver=chosen)
-        staged = solve.run(effort)
+        if len(columns) > DIRECT_COLUMNS and problem.options.reduce and has_guarantees(problem):
+            relaxed = without_guarantees(problem, time_limit_s=_RELAXED_SHARE * effort.left_s())
+            answer = solve_allocation(relaxed, solver=solver)
+            staged, counted["columns"] = solve_guarded(fronts, columns, (relaxed, answer), chosen, effort)
+        else:
+            formulation = formulate(problem, coverage, columns)
+            solve = StagedSolve(problem=problem, coverage=coverage, formulation=formulation, rows=rows, solver=chosen)
+            staged = solve.run(effort)
     cost_bound = staged.cost_bound_usd_per_h
     if staged.plan.full:
         cost_bound = max(cost_bound, blocks.full_service_bound_usd_per_h)
@@ -79,7 +85,7 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
         "shortfall_proven": float(proven),
         "solve_s": time.perf_counter() - started,
     }
-    name = "+".join(sorted(chosen.used)) if isinstance(chosen, _Choosing) else chosen.name
+    name = "+".join(sorted(chosen.used)) if isinstance(chosen, Choosing) else chosen.name
     result = result_of(
         asked,
         staged.plan.counts,
@@ -91,25 +97,3 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
     )
     verify_allocation(asked, result)
     return result
-
-
-def solver_for(preference: str) -> Solver:
-    """A solver that picks, for each program, the one that `preference` (checked before) allows."""
-    return _Choosing(preference=cast("Preference", preference))
-
-
-@dataclass(slots=True, kw_only=True)
-class _Choosing:
-    """Picks a solver for each program by size and licence; `used` collects their names for the record."""
-
-    preference: Preference
-    name: str = "auto"
-    used: set[str] = field(default_factory=set)
-
-    def accepts(self, program: IntegerProgram) -> bool:
-        return choose_solver(program, self.preference).accepts(program)
-
-    def solve(self, program: IntegerProgram, options: SolveOptions) -> SolveResult:
-        solver = choose_solver(program, self.preference)
-        self.used.add(solver.name)
-        return solver.solve(program, options)

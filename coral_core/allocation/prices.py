@@ -14,10 +14,10 @@ import numpy as np
 
 from coral_core.allocation.assess import Assessment, assess
 from coral_core.allocation.check import check_problem
+from coral_core.allocation.choosing import solver_for
 from coral_core.allocation.columns import columns_of, useful_instances
 from coral_core.allocation.coverage import DEMAND_TOLERANCE_FRAC, Coverage, Ints, coverage_of
 from coral_core.allocation.formulation import Formulation, formulate
-from coral_core.allocation.ilp import solver_for
 from coral_core.allocation.reduce import fits
 from coral_core.allocation.wide import Effort, Relaxation, WideProgram, relax
 from coral_core.domain.allocation import AllocationProblem, AllocationResult

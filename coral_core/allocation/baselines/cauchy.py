@@ -38,8 +38,8 @@ from coral_core.allocation.assess import Assessment, assess, result_of, running_
 from coral_core.allocation.baselines.combos import Combos, candidate_combos, row_members
 from coral_core.allocation.baselines.homo_joint import homogeneous
 from coral_core.allocation.check import check_problem
+from coral_core.allocation.choosing import solver_for
 from coral_core.allocation.coverage import DEMAND_TOLERANCE_FRAC, Coverage, Floats, Ints, coverage_of
-from coral_core.allocation.ilp import solver_for
 from coral_core.allocation.preferences import real_prices
 from coral_core.allocation.verify import verify_allocation
 from coral_core.domain.allocation import AllocationProblem, AllocationResult

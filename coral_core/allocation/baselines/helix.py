@@ -17,8 +17,8 @@ from coral_core.allocation.assess import assess, result_of
 from coral_core.allocation.baselines.helix_flow import max_flow, verify_pool_plan
 from coral_core.allocation.baselines.helix_program import kept_links, pool_program
 from coral_core.allocation.baselines.helix_start import equal_stages, flow_bound, searched, weakest_span
+from coral_core.allocation.choosing import solver_for
 from coral_core.allocation.coverage import coverage_of
-from coral_core.allocation.ilp import solver_for
 from coral_core.allocation.verify import verify_allocation
 from coral_core.domain.allocation import AllocationProblem, AllocationResult, TemplateColumns
 from coral_core.domain.pool import PoolPlacement, PoolPlan, PoolProblem
