@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from artifacts.library import LibrarySnapshot
 from coral_core import __version__
 from coral_core.allocation.explain import AllocationExplanation, Limit
 from coral_core.config.allocation_file import allocation_result_to_json
+from coral_core.config.headroom import headroom_note, headroom_rows
 from coral_core.config.resolve import ResolvedModel, ResolvedScenario
 from coral_core.domain.allocation import AllocationProblem, AllocationResult, DemandRow, InstanceCount
 from coral_core.domain.hardware import Market, market_name, split_market
@@ -85,6 +85,7 @@ def input_record(resolved: ResolvedScenario, snapshot: LibrarySnapshot, problem:
         "spot_configs": list(problem.spot_configs),
         "churn_k": problem.churn_k,
         "options": asdict(problem.options),
+        "headroom": headroom_rows(resolved),
         "input_hashes": {
             "scenario": sha256_hex(canonical_json(scenario)),
             "library manifest": manifest_sha256(snapshot),
@@ -160,9 +161,7 @@ def _interruptions_per_h(
     """How often one instance is expected to lose a node to the spot market; None where that is not known."""
     if market is Market.ON_DEMAND or resolved.spot is None:
         return 0.0
-    rates = [resolved.spot.interruptions_per_h.get((region, name), math.nan) * n for name, n in nodes.items()]
-    total = math.fsum(rates)
-    return None if math.isnan(total) else total
+    return resolved.spot.losses_per_h(region, nodes)
 
 
 def _oldest_price(resolved: ResolvedScenario) -> date:
@@ -254,6 +253,7 @@ def _notes(
             f"{on_spot} instances run on spot nodes, which may be taken back at any time; "
             f"spot prices are as of {resolved.spot.as_of}"
         )
+    notes.append(headroom_note(headroom_rows(resolved)))
     apart = [m.shape.name for m in resolved.models if Phase.AGGREGATED not in m.phases]
     if apart:
         notes.append(

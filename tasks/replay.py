@@ -54,6 +54,7 @@ from coral_core.sim import (
     simulate,
 )
 from coral_core.sim.timeline import Key, Timeline, timeline
+from tasks.interruptions import interruptions
 from tasks.library import build_spec_from_scenario, capacity_tables
 from tasks.plan import templates_by_id
 from tasks.template_source import (
@@ -366,6 +367,9 @@ def replay(resolved: ResolvedScenario, plans: PolicyPlans, *, seed: int, fleet: 
     slos = {model.shape.name: model.demand.slo for model in resolved.models}
     count, duration_s = resolved.scenario.epochs.count, resolved.scenario.epochs.duration_s
     bounds_s = [epoch * duration_s for epoch in range(count + 1)]
+    end_s = latest_good_finish_s(requests, list(slos.values()), bounds_s[-1])
+    lost = interruptions(resolved, fleet.timeline, plans.templates, end_s=end_s, seed=seed)
+    lifecycle = sorted((*fleet.timeline.lifecycle, *lost.events), key=lambda event: event.at_s)
     started_s = time.perf_counter()
     outcome = simulate(
         SimInput(
@@ -373,12 +377,12 @@ def replay(resolved: ResolvedScenario, plans: PolicyPlans, *, seed: int, fleet: 
             instances=fleet.timeline.instances,
             requests=requests,
             options=SimOptions(
-                end_s=latest_good_finish_s(requests, list(slos.values()), bounds_s[-1]),
+                end_s=end_s,
                 epoch_starts_s=tuple(bounds_s),
                 pd_same_region=fleet.pd_same_region,
                 stream_kv=True,
             ),
-            lifecycle=fleet.timeline.lifecycle,
+            lifecycle=tuple(lifecycle),
         )
     )
     wall_s = time.perf_counter() - started_s
@@ -394,7 +398,7 @@ def replay(resolved: ResolvedScenario, plans: PolicyPlans, *, seed: int, fleet: 
         events=outcome.events,
         digest=outcome.digest,
         wall_s=wall_s,
-        notes=fleet.dropped,
+        notes=(*fleet.dropped, *lost.notes),
     )
 
 

@@ -40,6 +40,12 @@ class SpotMarket:
         """The configurations' names in the spot market."""
         return tuple(market_name(name, Market.SPOT) for name in self.configs)
 
+    def losses_per_h(self, region: str, nodes: Mapping[str, int]) -> float | None:
+        """How often one of these nodes (plain names) is taken back; None where that is not known of each of them."""
+        rates = [self.interruptions_per_h.get((region, name), math.nan) * count for name, count in nodes.items()]
+        total = math.fsum(rates)
+        return None if math.isnan(total) else total
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:

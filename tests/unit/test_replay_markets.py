@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from coral_core.config.policies import scenario_policies
 from coral_core.config.resolve import node_prices
 from coral_core.domain.hardware import Market, split_market
+from coral_core.sim import LifecycleEvent, LifecycleKind
 from tasks.evaluation_facts import evaluation_facts
+from tasks.interruptions import Interruptions, interruptions
 from tasks.replay import fleet_of, instance_counts, plan_epochs, replay, template_nodes, template_prices
 from tests.fakes.evaluation_cases import resolved, source_of
 
@@ -80,3 +84,82 @@ def test_an_evaluation_states_spot_prices_and_where_they_come_from(scenario):
             assert spot["price_usd_per_h"][region] == pytest.approx(0.4 * price)
     assert "test" in facts["price_sources"]
     assert facts["price_as_of"] <= "2026-11-01"
+
+
+def with_rate(folder, rate, *changes):
+    offer = "{price_frac: 0.4, "
+    return resolved(
+        folder, *((old, new.replace(offer, f"{offer}interruptions_per_h: {rate}, ")) for old, new in LEVERS), *changes
+    )
+
+
+def line_of(scenario):
+    plans = plan_epochs(source_of(scenario), scenario_policies(scenario, ["coral"])["coral"])
+    return plans, fleet_of(scenario, plans).timeline
+
+
+def test_spot_instances_are_lost_at_their_rate_and_start_anew_at_once(tmp_path):
+    scenario = with_rate(tmp_path, 60)
+    plans, line = line_of(scenario)
+    spot = {one.name: one for one in line.instances if one.template.endswith("@spot")}
+    assert spot
+    hours, seeds = 1.0, 40
+    lost = dict.fromkeys(spot, 0)
+    for seed in range(seeds):
+        found = interruptions(scenario, line, plans.templates, end_s=hours * 3600, seed=seed)
+        assert found.notes == ()
+        assert list(found.events) == sorted(found.events, key=lambda event: event.at_s)
+        for name, one in spot.items():
+            own = [event for event in found.events if event.instance == name]
+            kinds = [event.kind for event in own]
+            assert kinds == [LifecycleKind.DRAIN, LifecycleKind.FAIL, LifecycleKind.START] * (len(own) // 3)
+            for notice, loss, start in zip(own[::3], own[1::3], own[2::3], strict=True):
+                assert loss.at_s - 120 - 1e-9 <= notice.at_s <= loss.at_s == start.at_s < hours * 3600
+            starts = [0.0, *(event.at_s + one.boot_s for event in own[2::3])]
+            assert all(notice.at_s >= ready - 1e-9 for ready, notice in zip(starts, own[::3], strict=False))
+            lost[name] += len(own) // 3
+        assert {event.instance for event in found.events} <= set(spot)
+    for name, one in spot.items():
+        nodes = sum(plans.templates[one.template].placement.combination.values())
+        expected = hours * 3600 / (60 / nodes + one.boot_s) * seeds  # a renewal process: time to loss, then to boot
+        assert lost[name] == pytest.approx(expected, rel=0.15)
+
+
+def test_losses_end_where_a_group_begins_to_be_drained_and_unknown_rates_are_told(tmp_path, scenario):
+    falling = "\nallocation:"
+    supply = "\navailability: {kind: trace, file: supply.csv}\nallocation:"
+    rows = [f"0,{region},{config},9" for region in ("us-east-2", "ap-northeast-2") for config in ("1xL40S", "1xL4")]
+    (tmp_path / "supply.csv").write_text("start_s,region,config,nodes\n" + "\n".join(rows) + "\n")
+    shrinking = with_rate(tmp_path, 60, (falling, supply))
+    plans, line = line_of(shrinking)
+    one = next(one for one in line.instances if one.template.endswith("@spot"))
+    drain = LifecycleEvent(at_s=40.0, kind=LifecycleKind.DRAIN_ONE, template=one.template, region=one.region)
+    cut = interruptions(shrinking, replace(line, lifecycle=(drain,)), plans.templates, end_s=3600, seed=0)
+    assert any("is not interrupted after 40 s" in note for note in cut.notes)
+    assert all(event.at_s < 40 for event in cut.events if event.instance == one.name)
+
+    plans, line = line_of(scenario)
+    quiet = interruptions(scenario, line, plans.templates, end_s=3600, seed=0)
+    assert quiet.events == ()
+    assert quiet.notes
+    assert all("is not known: it never is" in note for note in quiet.notes)
+    assert replay(scenario, plans, seed=0).notes == quiet.notes
+    never = with_rate(tmp_path, 0)
+    plans, line = line_of(never)
+    assert interruptions(never, line, plans.templates, end_s=3600, seed=0) == Interruptions(events=(), notes=())
+
+
+def test_lost_nodes_cost_service_and_the_same_seed_loses_the_same(tmp_path):
+    frequent, none = with_rate(tmp_path, 60), with_rate(tmp_path, 0)
+    runs = {}
+    for scenario in (frequent, none):
+        plans, _ = line_of(scenario)
+        runs[scenario is frequent] = [replay(scenario, plans, seed=seed) for seed in (0, 1)]
+        if scenario is frequent:
+            assert replay(scenario, plans, seed=0).digest == runs[True][0].digest
+    good = {lost: sum(run.whole["*"].goodput_tokens_per_s for run in found) for lost, found in runs.items()}
+    assert good[True] < good[False]
+    for run in runs[True]:
+        whole = run.whole["*"]
+        ended = whole.done_requests + whole.failed_requests + whole.rejected_requests + whole.unfinished_requests
+        assert ended == whole.offered_requests
