@@ -7,8 +7,9 @@ same number exactly one wins. A snapshot is whole in itself, so the loser simply
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Literal, Self
@@ -19,7 +20,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, Val
 from artifacts.canonical import canonical_json, parsed_object
 from artifacts.keys import checked_name, is_name, manifest_group, manifest_key, manifest_version
 from artifacts.schemas import SCHEMA_VERSION, TEMPLATE_SCHEMA, checked_columns
-from artifacts.shards import ShardRecord, ShardStatus, moved_shard, read_shard
+from artifacts.shards import ShardRecord, ShardStatus, moved_shard, read_shard, shard_bytes, shard_tables
 from artifacts.store import Store
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError, NoSolutionError, StoreConflictError, StoreError
@@ -186,6 +187,50 @@ class LibrarySnapshot:
         missing, truncated, changed or foreign.
         """
         names = checked_columns(columns)
+        chosen = self._chosen(models, variants, phases, methods)
+        if not chosen:
+            return TEMPLATE_SCHEMA.empty_table().select(names)
+        with ThreadPoolExecutor(_IN_FLIGHT) as pool:
+            return pa.concat_tables(
+                list(pool.map(lambda record: read_shard(self.store, record, columns=names), chosen))
+            )
+
+    def tables(
+        self,
+        *,
+        models: Collection[str] | None = None,
+        variants: Collection[str] | None = None,
+        phases: Collection[Phase] | None = None,
+        methods: Collection[str] | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> Iterator[tuple[ShardRecord, pa.Table]]:
+        """What `read` gives, a row group at a time with the shard it is of; raises as it does, as it goes on.
+
+        Holds the compressed files of two shards and one row group, however large the library is.
+        """
+        names = checked_columns(columns)
+        chosen = self._chosen(models, variants, phases, methods)
+        return self._streamed(chosen, names)
+
+    def _streamed(self, chosen: Sequence[ShardRecord], names: Sequence[str]) -> Iterator[tuple[ShardRecord, pa.Table]]:
+        with ThreadPoolExecutor(1) as pool:
+            files: deque[Future[bytes]] = deque()
+            for number, record in enumerate(chosen):
+                # The next file is on its way while this one's rows are in use.
+                files.extend(
+                    pool.submit(shard_bytes, self.store, item) for item in chosen[number + len(files) : number + 2]
+                )
+                data = files.popleft().result()
+                for table in shard_tables(record, data, where=self.store.url_of(record.key), columns=names):
+                    yield record, table
+
+    def _chosen(
+        self,
+        models: Collection[str] | None,
+        variants: Collection[str] | None,
+        phases: Collection[Phase] | None,
+        methods: Collection[str] | None,
+    ) -> list[ShardRecord]:
         for model in models or ():
             if model not in self.models:
                 raise InputError(
@@ -193,7 +238,7 @@ class LibrarySnapshot:
                     where=f"library {self.manifest.library} version {self.manifest.version}",
                     fix=f"it has {', '.join(self.models) or 'none'}; build one with this model",
                 )
-        chosen = [
+        return [
             record
             for record in self.manifest.present
             if (models is None or record.shard.model in models)
@@ -201,12 +246,6 @@ class LibrarySnapshot:
             and (phases is None or record.shard.phase in phases)
             and (methods is None or record.shard.method in methods)
         ]
-        if not chosen:
-            return TEMPLATE_SCHEMA.empty_table().select(names)
-        with ThreadPoolExecutor(_IN_FLIGHT) as pool:
-            return pa.concat_tables(
-                list(pool.map(lambda record: read_shard(self.store, record, columns=names), chosen))
-            )
 
 
 def open_library(store: Store, library: str, version: int | None = None) -> LibrarySnapshot:

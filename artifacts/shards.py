@@ -214,6 +214,12 @@ def read_shard(store: Store, record: ShardRecord, *, columns: Sequence[str] | No
     Raises StoreError for an object that is missing, truncated, changed or foreign.
     """
     where = store.url_of(record.key)
+    return pa.concat_tables(shard_tables(record, shard_bytes(store, record), where=where, columns=columns))
+
+
+def shard_bytes(store: Store, record: ShardRecord) -> bytes:
+    """The data file of a present shard. Raises StoreError unless it is the one whose hash the record names."""
+    where = store.url_of(record.key)
     data = store.find(record.key)
     if data is None:
         raise StoreError("a data file of the library is missing", where=where, fix=_REBUILD)
@@ -223,15 +229,21 @@ def read_shard(store: Store, record: ShardRecord, *, columns: Sequence[str] | No
             where=where,
             fix=_REBUILD,
         )
+    return data
+
+
+def shard_tables(
+    record: ShardRecord, data: bytes, *, where: str, columns: Sequence[str] | None = None
+) -> Iterator[pa.Table]:
+    """The rows of a data file as its row groups, an empty table first. Raises StoreError for rows of another shard."""
     embedded, tables = _parsed(data, where=where, columns=columns)
-    table = pa.concat_tables(tables)
-    if embedded.shard != record.shard or table.num_rows != record.rows:
+    if embedded.shard != record.shard or embedded.rows != record.rows:
         raise StoreError(
-            f"holds {table.num_rows} rows of {embedded.shard}, not {record.rows} of {record.shard}",
+            f"holds {embedded.rows} rows of {embedded.shard}, not {record.rows} of {record.shard}",
             where=where,
             fix=_REBUILD,
         )
-    return table
+    return tables
 
 
 def moved_shard(store: Store, library: str, record: ShardRecord, *, avoid: Container[str]) -> ShardRecord:

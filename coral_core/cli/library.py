@@ -206,30 +206,21 @@ def gc(
 
 
 def _best_templates(snapshot: Any, top: int, model: str | None) -> list[dict[str, Any]]:  # noqa: ANN401 - a lazily imported type
+    """The `top` rows of each model, variant and phase by throughput per node, best first; read a piece at a time."""
+    import pyarrow as pa
     import pyarrow.compute as pc
 
     from artifacts.templates import phase_throughput
 
-    rows = snapshot.read()
-    if model is not None:
-        known = rows["model"].unique().to_pylist()
-        if model not in known:
-            raise unknown_name(f"model in library {snapshot.manifest.library}", model, known, where="--model")
-        rows = rows.filter(pc.equal(rows["model"], model))
-    rows = rows.append_column("throughput", phase_throughput(rows))
-    best: list[dict[str, Any]] = []
-    groups = (
-        rows.group_by(["model", "variant", "phase"])
-        .aggregate([])
-        .sort_by([("model", "ascending"), ("variant", "ascending"), ("phase", "descending")])
-    )
-    for group in groups.to_pylist():
-        mask = None
-        for key, value in group.items():
-            this = pc.equal(rows[key], value)
-            mask = this if mask is None else pc.and_(mask, this)
-        chosen = rows.filter(mask)
-        per_node = pc.divide(chosen["throughput"], pc.cast(chosen["n_nodes"], "float64"))
-        chosen = chosen.append_column("per_node", per_node).sort_by([("per_node", "descending")])
-        best += chosen.slice(0, top).to_pylist()
-    return best
+    if model is not None and model not in snapshot.models:
+        raise unknown_name(f"model in library {snapshot.manifest.library}", model, snapshot.models, where="--model")
+    best: dict[tuple[str, ...], Any] = {}
+    for record, table in snapshot.tables(models=None if model is None else [model]):
+        per_node = pc.divide(phase_throughput(table), pc.cast(table["n_nodes"], "float64"))
+        rows = table.append_column("per_node", per_node)
+        group = (record.shard.model, record.shard.variant, record.shard.phase.value)
+        merged = pa.concat_tables([best[group], rows]) if group in best else rows
+        best[group] = merged.sort_by([("per_node", "descending")]).slice(0, top)
+    # Prefill before decode.
+    groups = sorted(sorted(best, key=lambda group: group[2], reverse=True), key=lambda group: group[:2])
+    return [row for group in groups for row in best[group].to_pylist()]

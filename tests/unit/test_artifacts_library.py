@@ -266,3 +266,21 @@ def test_shard_keys_and_records_refuse_nonsense():
         good.model_copy(update={"inputs_hash": "nope"}).key("lib")
     with pytest.raises(ValidationError, match="a present shard"):
         ShardRecord(shard=good, status=ShardStatus.PRESENT, attempts=1)
+
+
+def test_a_library_is_read_a_piece_at_a_time(store):
+    commit(store, draft_of(shards_of(store)))
+    snapshot = open_library(store, "lib")
+    pieces = list(snapshot.tables(models=["m2"], columns=["model", "phase"]))
+    assert {record.shard.model for record, _ in pieces} == {"m2"}
+    assert pa.concat_tables([table for _, table in pieces]).equals(
+        snapshot.read(models=["m2"], columns=["model", "phase"])
+    )
+    assert list(snapshot.tables(methods=["ilp"])) == []
+    with pytest.raises(InputError, match="no model 'm3'"):
+        snapshot.tables(models=["m3"])
+    store.delete(snapshot.manifest.present[2].key)
+    stream = snapshot.tables()
+    assert sum(next(stream)[1].num_rows + next(stream)[1].num_rows for _ in range(2)) == 20
+    with pytest.raises(StoreError, match="a data file of the library is missing"):
+        next(stream)
