@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from artifacts.evaluations import list_evaluations, read_evaluation
 from artifacts.store import open_store
 from tests.fakes.evaluation_cases import micro
+from tests.fakes.html_page import faults
 
 pytestmark = [
     pytest.mark.servers,
@@ -57,6 +58,13 @@ def test_an_evaluation_is_recorded_and_shown(server, tmp_path):
     report = Artifact.get("evaluation-micro-report")
     assert report is not None
     assert "# Evaluation of micro" in report.data
+    page = Artifact.get("evaluation-micro-page")
+    assert page is not None
+    assert page.type == "markdown"
+    assert url.replace("summary.json", "report.html") in page.data
+    key = f"evaluations/micro/{time:%Y%m%dT%H%M%S.%fZ}/report.html"
+    assert not faults(store.get(key).decode())
+    assert "report.html" in store.get("evaluations/micro/index.md").decode()
     table = Artifact.get("evaluation-micro-0")
     assert table is not None
     assert "simulated" in table.description
