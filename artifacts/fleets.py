@@ -9,7 +9,7 @@ steps.json without result.json: the run is under way, or has died. The lease tel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -191,32 +191,44 @@ def read_run(store: Store, fleet: str, time: datetime) -> FleetRun:
 
 
 def list_runs(
-    store: Store, fleet: str, *, newest: int | None = None, since: datetime | None = None
-) -> Sequence[FleetRun]:
-    """The fleet's runs, oldest first: the `newest` ones only, or those at or after `since`. Damaged ones say so."""
-    runs = []
-    for time in run_times(store, fleet, since=since)[-newest if newest else 0 :]:
-        try:
-            runs.append(read_run(store, fleet, time))
-        except StoreError as error:
-            runs.append(FleetRun(time=time, planned=False, damaged=str(error)))
-    return runs
+    store: Store, fleet: str, *, newest: int | None = None, since: datetime | None = None, acted: bool = False
+) -> list[FleetRun]:
+    """The fleet's runs, oldest first: the `newest` ones only, or those at or after `since`. Damaged ones say so.
+
+    With `acted`, only those that were to change something. Costs a listing, and a read for each record of a run.
+    """
+    files = run_files(store, fleet, since=since)
+    times = [time for time, names in sorted(files.items()) if STEPS in names or not acted]
+    return [_listed(store, fleet, time, files[time]) for time in times[-newest if newest else 0 :]]
 
 
-def run_times(store: Store, fleet: str, *, since: datetime | None = None) -> list[datetime]:
-    """Times of all records of plans and runs, oldest first."""
+def run_files(store: Store, fleet: str, *, since: datetime | None = None) -> dict[datetime, frozenset[str]]:
+    """Which of a run's files lie under which time."""
     group = fleet_group(fleet)
     keys = store.list_keys(group) if since is None else store.list_keys_after(group, plan_group(fleet, since))
-    found = set()
+    found: dict[datetime, set[str]] = {}
     for key in keys:
         folder, _, name = key.removeprefix(f"{group}/").rpartition("/")
         if name not in {PLAN, STEPS, RESULT}:
             continue
         try:
-            found.add(parse_time(folder))
+            found.setdefault(parse_time(folder), set()).add(name)
         except InputError:  # a copy or anything else that people put beside the plans
             continue
-    return sorted(found)
+    return {time: frozenset(names) for time, names in found.items()}
+
+
+def _listed(store: Store, fleet: str, time: datetime, names: frozenset[str]) -> FleetRun:
+    group = plan_group(fleet, time)
+    try:
+        return FleetRun(
+            time=time,
+            planned=PLAN in names,
+            steps=_read(store, f"{group}/{STEPS}", RunSteps) if STEPS in names else None,
+            result=_read(store, f"{group}/{RESULT}", RunResult) if RESULT in names else None,
+        )
+    except StoreError as error:
+        return FleetRun(time=time, planned=PLAN in names, damaged=str(error))
 
 
 def _bytes(record: BaseModel) -> bytes:

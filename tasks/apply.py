@@ -55,8 +55,8 @@ from tasks.providers import Provider, open_provider
 Zones = Mapping[tuple[str, str], Sequence[str]]
 Mode = Literal["apply", "approve", "teardown"]
 
-_HISTORY: Final = 50
-"""Records among which a run looks for one that did not end."""
+_HISTORY: Final = 20
+"""Runs that acted among which one looks for those that did not end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,7 +324,7 @@ def _fleet_plan(goal: Goal, lease: Lease | None, same: RunSteps | None) -> Fleet
 
 def _unfinished(job: Job) -> list[FleetRun]:
     """Runs that acted and have not ended, oldest first. They are dead: whoever calls this holds the lease."""
-    runs = list_runs(job.store, job.fleet, newest=_HISTORY)
+    runs = list_runs(job.store, job.fleet, newest=_HISTORY, acted=True)
     return [run for run in runs if run.steps is not None and run.result is None]
 
 

@@ -22,7 +22,7 @@ from coral_core.errors import InputError
 from tasks.apply import Goal, Job, all_regions, change_lines, limits_of, preview, wanted_of_plan, whole_instances
 from tasks.observe import account_of, cost_usd_per_h, foreign_lines, list_fleet
 
-_HISTORY = 50
+_HISTORY = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,8 @@ class Intent:
 
 def intent_of(job: Job) -> Intent:
     """The newest run that acted; where none has, the newest plan."""
-    acted = [run for run in list_runs(job.store, job.fleet, newest=_HISTORY) if run.steps is not None]
+    runs = list_runs(job.store, job.fleet, newest=_HISTORY, acted=True)
+    acted = [run for run in runs if run.steps is not None]  # a damaged one says nothing
     if acted:
         run = acted[-1]
         return Intent(

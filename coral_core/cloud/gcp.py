@@ -77,12 +77,25 @@ def _compute() -> Any:  # noqa: ANN401  # a module that is only there with the e
         ) from error
 
 
+def _clients() -> tuple[Any, Any]:
+    """The real ones, with the credentials of the environment."""
+    compute = _compute()
+    try:
+        return compute.InstancesClient(), compute.ZoneOperationsClient()
+    except importlib.import_module("google.auth.exceptions").GoogleAuthError as error:
+        raise ProvisionError(
+            f"no usable credentials: {' '.join(str(error).split())[:200]}",
+            where="provider gcp",
+            fix="log in (`gcloud auth application-default login`), or run where a service account gives them",
+        ) from error
+
+
 class GcpProvisioner:
     """A fleet on GCE; a node configuration's name is the machine type. `clients` replaces the real ones in tests."""
 
     def __init__(self, launch: GcpLaunch, *, clients: tuple[Any, Any] | None = None) -> None:
         self._launch = launch
-        self._instances, self._operations = clients or (_compute().InstancesClient(), _compute().ZoneOperationsClient())
+        self._instances, self._operations = clients or _clients()
 
     @property
     def call_timeout_s(self) -> float:
