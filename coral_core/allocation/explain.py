@@ -4,31 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coral_core.allocation.limits import Limit, limits_of, priced_rows
 from coral_core.allocation.prices import Prices, price_plan
 from coral_core.allocation.rows import Family
 from coral_core.domain.allocation import AllocationProblem, AllocationResult
 from coral_core.domain.workload import Phase
 from coral_core.solver.program import Solver
 from coral_core.units import SECONDS_PER_H
-
-_PRICE_NOISE = 1e-9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """A limit and how far the plan uses it. `binding`: the plan reaches it, or it has a price in the relaxation.
-
-    `name` is what it limits (region and configuration, model and phase). `used` and `limit` are nodes for capacity,
-    instances for floors and caps, USD/h for the budget, fractions of the demand for on-demand coverage. `shadow_usd_per_h` >= 0: what one more node (capacity), one instance
-    more (cap) or less (floor), or one USD/h more of budget would save at the plan's own shortfall.
-    """
-
-    family: str
-    name: tuple[str, str]
-    used: float
-    limit: float
-    shadow_usd_per_h: float
-    binding: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +29,7 @@ class MarginalCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationExplanation:
-    """Limits by family (capacity, floor, cap), marginal costs by demand row, and the relaxation's objective."""
+    """Limits by family (see `Limit`), marginal costs by demand row, and the relaxation's objective."""
 
     limits: tuple[Limit, ...]
     marginal: tuple[MarginalCost, ...]
@@ -65,32 +47,8 @@ def explain_allocation(
 ) -> AllocationExplanation:
     """Explain `result`. Raises InputError for a bad problem, SolverError where the relaxation gives no prices."""
     prices = price_plan(problem, result, solver=solver)
-    used = prices.counts.T @ problem.templates.nodes
-    limits = []
-    for key, scale, dual in zip(
-        prices.formulation.row_key, prices.formulation.row_scale, prices.relaxation.duals, strict=True
-    ):
-        family, a, b = key
-        value = abs(float(dual) * float(scale))
-        if family is Family.CAPACITY:
-            name, limit = (problem.regions[a], problem.configs[b]), float(problem.available[a, b])
-            limits.append(_limit(family, name, float(used[a, b]), limit, value))
-        elif family is Family.ON_DEMAND:
-            row = problem.demand[a]
-            steady = _covered_without_spot(prices, problem, a)
-            limits.append(_limit(family, (row.model, row.phase.value), steady, row.on_demand_frac, value))
-        elif family is Family.BUDGET:
-            budget = problem.options.budget_usd_per_h
-            assert budget is not None
-            limits.append(_limit(family, ("fleet", "usd_per_h"), result.cost_usd_per_h, budget, value))
-        elif family in (Family.FLOOR, Family.CAP):
-            row = problem.demand[a]
-            bound = row.min_instances if family is Family.FLOOR else row.max_instances
-            assert bound is not None
-            name = (row.model, row.phase.value)
-            limits.append(_limit(family, name, float(prices.instances(a)), float(bound), value))
     return AllocationExplanation(
-        limits=tuple(limits),
+        limits=limits_of(problem, result, prices),
         marginal=_marginal(problem, result, prices),
         relaxed_objective_usd_per_h=prices.relaxation.objective,
     )
@@ -102,33 +60,8 @@ def volume_price(usd_per_h_per_unit: float, *, in_requests: bool) -> tuple[float
     return (usd * 1e3, "USD per 1,000 requests") if in_requests else (usd * 1e6, "USD per million tokens")
 
 
-def _covered_without_spot(prices: Prices, problem: AllocationProblem, row: int) -> float:
-    covered = 0.0
-    steady = ~prices.coverage.spot_of
-    for group in prices.coverage.groups:
-        if row in group.rows and steady[group.members[0]]:
-            amount = group.amounts[group.rows.index(row)]
-            covered += (
-                float(prices.counts[group.members].sum(axis=1) @ problem.templates.throughput[group.members]) / amount
-            )
-    return covered
-
-
-def _limit(family: Family, name: tuple[str, str], used: float, limit: float, value: float) -> Limit:
-    least = family in (Family.FLOOR, Family.ON_DEMAND)
-    reached = used <= limit if least else used >= limit
-    return Limit(
-        family=family.value,
-        name=name,
-        used=used,
-        limit=limit,
-        shadow_usd_per_h=value,
-        binding=reached or value > _PRICE_NOISE,
-    )
-
-
 def _marginal(problem: AllocationProblem, result: AllocationResult, prices: Prices) -> tuple[MarginalCost, ...]:
-    usd_per_whole = _usd_per_whole_demand(prices)
+    usd_per_whole = _usd_per_whole_demand(problem, prices)
     marginal = []
     for i, row in enumerate(problem.demand):
         in_tokens = row.tokens_per_s is not None
@@ -145,21 +78,27 @@ def _marginal(problem: AllocationProblem, result: AllocationResult, prices: Pric
     return tuple(marginal)
 
 
-def _usd_per_whole_demand(prices: Prices) -> list[float]:
-    """Per demand row: the rate of the relaxed objective per fraction of the row; regions weigh as the plan serves them."""
-    usd = [0.0] * len(prices.assessment.missing_frac)
+def _usd_per_whole_demand(problem: AllocationProblem, prices: Prices) -> list[float]:
+    """Per demand row: the rate of the relaxed objective per fraction of the row; regions weigh as the plan serves them.
+
+    Where a row must be covered without spot nodes, in certain regions or with a spare, the next unit must be so too.
+    """
+    usd = [0.0] * len(prices.assessment.deficit)
     partner = {i: pair for pair in prices.coverage.pairs for i in pair}
     by_region: dict[int, dict[int, float]] = {}
-    formulation = prices.formulation
-    for (family, i, r), scale, dual in zip(
-        formulation.row_key, formulation.row_scale, prices.relaxation.duals, strict=True
-    ):
-        if family is Family.DEMAND:
-            usd[i] = float(dual * scale)
+    for (family, i, b), value in priced_rows(prices):
+        if family is Family.DEMAND or (family is Family.REDUNDANCY and i not in partner):
+            usd[i] += value
+        elif family is Family.ON_DEMAND:
+            usd[i] += value * problem.demand[i].on_demand_frac
+        elif family is Family.REGION_DEMAND and i not in partner:
+            usd[i] += value * dict(prices.coverage.region_fracs[i])[b]
+        elif family is Family.LEFT:
+            usd[i] += value * float(prices.point[b])
         elif family is Family.REGION:
-            by_region.setdefault(i, {})[r] = float(dual * scale)
+            by_region.setdefault(i, {})[b] = value
     for i, duals in by_region.items():
         served = prices.assessment.covered_frac[list(partner[i])].min(axis=0)
         total = float(served.sum())
-        usd[i] = sum(duals[r] * float(served[r]) for r in duals) / total if total > 0 else max(duals.values())
+        usd[i] += sum(duals[r] * float(served[r]) for r in duals) / total if total > 0 else max(duals.values())
     return usd

@@ -42,7 +42,7 @@ class Formulation:
 
     `row_key` names each row: (family, index a, index b): capacity (r, c), demand (i, 0), region (i, place), pair (u, 0),
     floor (i, 0), cap (i, 0), on_demand (i, 0), budget (0, 0), region_demand (first row of the unit, r),
-    redundancy (first row of the unit, zone). `shortfall` is the slice of s and v; `exposed` are the units that have a v.
+    redundancy (first row of the unit, zone), left (i, the variable that says what is left). `shortfall` is the slice of s and v; `exposed` are the units that have a v.
     """
 
     columns: Columns

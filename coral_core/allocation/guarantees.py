@@ -88,10 +88,10 @@ class Guarantees:
                 self._cover((Family.REDUNDANCY, unit[0], z), left.plus(*others), met, 1.0)
                 if zone.region in asked:
                     near = [o.served for q, o in enumerate(zones) if q != z and o.region == zone.region]
-                    lacking = self._missing(left.plus(*near), fracs[zone.region], (Family.LINK, unit[0], z))
+                    lacking = self._missing(left.plus(*near), fracs[zone.region], (Family.REDUNDANCY, unit[0], z))
                     elsewhere = [lacking, *(m for r, m in asked.items() if r != zone.region)]
                     row = met.plus(*(Term.of(np.array([m]), -1.0) for m in elsewhere))
-                    self.rows.add((Family.REDUNDANCY, unit[0], z), row, lower=0.0)
+                    self.rows.add((Family.LINK, unit[0], z), row, lower=0.0)
 
     def fill(self, x: Floats) -> None:
         """Set the own variables of `x`, whose others are set, to what they are worth."""
@@ -131,23 +131,22 @@ class Guarantees:
     def _without_largest(self, zone: Zone, loss: Loss) -> Term:
         """What the zone serves without its largest instance of this kind, as a term."""
         levels = self._levels(loss)
-        left = []
+        left: list[tuple[int, Term]] = []
         for row, term in zone.rows.items():
             if row in loss.frac_by_row:
                 size = np.zeros(len(levels.y))
                 size[levels.level] = loss.frac_by_row[row]
                 step = np.diff(size, prepend=0.0)
-                left.append(term.plus(Term(column=levels.y, value=step, less=float(size[-1]))))
+                left.append((row, term.plus(Term(column=levels.y, value=step, less=float(size[-1])))))
             else:
-                left.append(term)
+                left.append((row, term))
         if len(left) == 1:
-            return left[0]
+            return left[0][1]
         (index,) = self.rows.variables(np.ones(1)).tolist()
-        for term in left:
+        for row, term in left:
             minus = Term.of(np.array([index]), -1.0)
-            scale = row_scale(term.value)
-            self.rows.add((Family.LINK, index, 0), term.plus(minus), lower=0.0, scale=scale)
-        self.kept.append((index, left))
+            self.rows.add((Family.LEFT, row, index), term.plus(minus), lower=0.0, scale=row_scale(term.value))
+        self.kept.append((index, [term for _, term in left]))
         return Term.of(np.array([index]))
 
     def _levels(self, loss: Loss) -> _Levels:

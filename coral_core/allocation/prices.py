@@ -16,9 +16,9 @@ from coral_core.allocation.assess import Assessment, assess
 from coral_core.allocation.check import check_problem
 from coral_core.allocation.choosing import solver_for
 from coral_core.allocation.columns import columns_of, useful_instances
-from coral_core.allocation.coverage import DEMAND_TOLERANCE_FRAC, Coverage, Ints, coverage_of
+from coral_core.allocation.coverage import DEMAND_TOLERANCE_FRAC, Coverage, Floats, Ints, coverage_of
 from coral_core.allocation.formulation import Formulation, formulate
-from coral_core.allocation.reduce import fits
+from coral_core.allocation.reduce import excluded, fits
 from coral_core.allocation.wide import Effort, Relaxation, WideProgram, relax
 from coral_core.domain.allocation import AllocationProblem, AllocationResult
 from coral_core.errors import InputError, SolverError
@@ -27,12 +27,13 @@ from coral_core.solver.program import Solver
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """A plan's counts (templates, regions) beside the relaxation that prices its limits."""
+    """A plan's counts (templates, regions) and its solution `point` beside the relaxation that prices its limits."""
 
     coverage: Coverage
     counts: Ints
     assessment: Assessment
     formulation: Formulation
+    point: Floats
     relaxation: Relaxation
 
     def instances(self, row: int) -> int:
@@ -45,13 +46,18 @@ def price_plan(problem: AllocationProblem, result: AllocationResult, *, solver: 
     check_problem(problem)
     coverage = coverage_of(problem)
     counts = counts_of(problem, result)
-    columns = columns_of(problem, coverage, fits(problem))
+    allowed = replace(problem, exclusions=())
+    columns = columns_of(allowed, coverage, fits(allowed))  # what is excluded is priced too, though it stays at 0
     # capacity rows alone limit new instances, so that their price is not split with a column's own bound
     useful = np.maximum(useful_instances(problem, coverage)[columns.template], counts[columns.template, columns.region])
-    columns = replace(columns, upper=np.where(columns.old, columns.upper, useful.astype(np.float64)))
+    upper = np.where(columns.old, columns.upper, useful.astype(np.float64))
+    if problem.exclusions:
+        upper[excluded(problem)[columns.template, columns.region]] = 0.0
+    columns = replace(columns, upper=upper)
     formulation = formulate(problem, coverage, columns, capped=False)
     assessment = assess(problem, coverage, counts)
-    program = _at_plan(formulation, assessment)
+    point = formulation.point(counts, assessment)
+    program = _at_plan(formulation, assessment, point)
     seed = np.flatnonzero(counts[columns.template, columns.region] > 0)
     effort = Effort(gap_frac=0.0, deadline_s=time.perf_counter() + problem.options.time_limit_s)
     relaxation = relax(program, solver or solver_for(problem.options.solver), effort, seed)
@@ -62,7 +68,12 @@ def price_plan(problem: AllocationProblem, result: AllocationResult, *, solver: 
             fix="raise options.time_limit_s",
         )
     return Prices(
-        coverage=coverage, counts=counts, assessment=assessment, formulation=formulation, relaxation=relaxation
+        coverage=coverage,
+        counts=counts,
+        assessment=assessment,
+        formulation=formulation,
+        point=point,
+        relaxation=relaxation,
     )
 
 
@@ -81,9 +92,14 @@ def counts_of(problem: AllocationProblem, result: AllocationResult) -> Ints:
     return counts
 
 
-def _at_plan(formulation: Formulation, plan: Assessment) -> WideProgram:
-    """The cost program with shortfall and floor deficit no greater than the plan's, row by row."""
+def _at_plan(formulation: Formulation, plan: Assessment, point: Floats) -> WideProgram:
+    """The cost program with shortfall and floor deficit no greater than the plan's, row by row.
+
+    Where a spare is asked for, sizes up to the plan's largest instance count as used: half an instance is no smaller to lose.
+    """
     upper = formulation.program.upper.copy()
     upper[formulation.shortfall] = np.array(formulation.shortfalls(plan)) + DEMAND_TOLERANCE_FRAC
     upper[formulation.deficit] = [plan.deficit[i] for i in formulation.floors]
+    sizes = formulation.guarantees.level_variables
+    upper[sizes] = point[sizes]
     return replace(formulation.program, objective=formulation.cost_usd_per_h, upper=upper)

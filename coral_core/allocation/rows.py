@@ -14,7 +14,7 @@ _ROW_SCALE_MAX = 1e3
 
 
 class Family(StrEnum):
-    """The named families of constraints; `stage` and `link` rows are means of the solve, no limits."""
+    """The named families of constraints; `left`, `link` and `stage` rows are means of the solve, no limits."""
 
     CAPACITY = "capacity"
     DEMAND = "demand"
@@ -26,12 +26,21 @@ class Family(StrEnum):
     ON_DEMAND = "on_demand"
     REGION_DEMAND = "region_demand"
     REDUNDANCY = "redundancy"
+    LEFT = "left"
     LINK = "link"
     STAGE = "stage"
 
 
 COVERING = frozenset(
-    {Family.DEMAND, Family.REGION, Family.PAIR, Family.ON_DEMAND, Family.REGION_DEMAND, Family.REDUNDANCY}
+    {
+        Family.DEMAND,
+        Family.REGION,
+        Family.PAIR,
+        Family.ON_DEMAND,
+        Family.REGION_DEMAND,
+        Family.REDUNDANCY,
+        Family.LEFT,
+    }
 )
 """Families whose rows ask for coverage: a solver that misses one by its tolerance is asked again with them raised."""
 

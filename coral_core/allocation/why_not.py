@@ -10,6 +10,7 @@ import numpy as np
 from coral_core.allocation.assess import running_counts
 from coral_core.allocation.coverage import Floats, Group
 from coral_core.allocation.explain import volume_price
+from coral_core.allocation.preferences import counted_usd_per_h
 from coral_core.allocation.prices import Prices, price_plan
 from coral_core.allocation.reduce import excluded, fits
 from coral_core.domain.allocation import AllocationProblem, AllocationResult
@@ -91,9 +92,12 @@ def _unavailable(problem: AllocationProblem, t: int) -> dict[str, tuple[str, ...
 def _reduced_costs(problem: AllocationProblem, prices: Prices, t: int) -> dict[str, float]:
     """Per region where it fits: of the running column while some of what runs is given up, else of the new one."""
     columns, found = prices.formulation.columns, {}
+    banned = excluded(problem)[t] if problem.exclusions else np.zeros(len(problem.regions), dtype=bool)
     spare = running_counts(problem)[t] > prices.counts[t]
     for j in np.flatnonzero(columns.template == t):
         r = int(columns.region[j])
+        if banned[r]:
+            continue
         if problem.regions[r] not in found or (columns.old[j] and spare[r]):
             found[problem.regions[r]] = float(prices.relaxation.reduced[j])
     return found
@@ -114,9 +118,8 @@ def _dominator(problem: AllocationProblem, group: Group, t: int) -> int | None:
 
 
 def _rates(problem: AllocationProblem) -> Floats:
-    """(templates,): least USD/h per unit of throughput over the regions that hold the nodes; infinite where none does."""
-    price = problem.templates.nodes.astype(np.float64) @ np.nan_to_num(problem.price_usd_per_h).T
-    possible = np.where(fits(problem), price, np.inf).min(axis=1, initial=np.inf)
+    """(templates,): least USD/h, as preferences count it, per unit of throughput over the regions that hold it, or infinite."""
+    possible = np.where(fits(problem), counted_usd_per_h(problem), np.inf).min(axis=1, initial=np.inf)
     throughput = problem.templates.throughput
     rate: Floats = np.divide(possible, throughput, out=np.full(len(throughput), np.inf), where=throughput > 0)
     return rate
