@@ -29,6 +29,7 @@ for group, text in {
     "scenario": "What to serve, where, on what: list, show and copy scenarios.",
     "library": "Build, list, show, compare and tidy template libraries.",
     "plan": "The cheapest plan for a scenario, and why it is so.",
+    "demand": "Measured demand of a fleet, and its forecast.",
     "fleet": "What runs, what a run would change, what earlier runs did.",
     "placement": "Solve placement problems of your own (JSON in, JSON out).",
     "allocation": "Solve allocation problems of your own (JSON in, JSON out).",
