@@ -204,7 +204,7 @@ def _line(panel: Panel, index: int, x_of: Callable[[float], float], y_of: Callab
     ]
     known = [(x, y) for x, y in series.points if y is not None]
     # Markers of lines that lie on each other are set off against each other.
-    every = -(-len(known) // _MOST_MARKERS)
+    every = max(-(-len(known) // _MOST_MARKERS), 1)
     first = index % every
     parts += [
         marker(
