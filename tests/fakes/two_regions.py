@@ -18,8 +18,8 @@ library: {{n_max: 3, rho: 12}}
 """
 
 
-def two_regions(folder: Path, rate: float) -> str:
-    """The path of the scenario's file."""
+def two_regions(folder: Path, rate: float, more: str = "") -> str:
+    """The path of the scenario's file, with `more` at its end."""
     path = folder / f"rate-{rate:g}.yaml"
-    path.write_text(SCENARIO.format(rate=rate))
+    path.write_text(SCENARIO.format(rate=rate) + more)
     return str(path)

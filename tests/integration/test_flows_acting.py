@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import shutil
 import signal
@@ -40,6 +41,7 @@ pytestmark = [
 
 REGIONS = ("us-east-1", "us-west-2")
 QUICK = {"lease_s": 130.0, "clock_skew_s": 1.0, "poll_s": 0.05}
+SPOT = "spot: {nodes: 4, default: {price_frac: 0.9, source: a guess, as_of: 2026-01-01}}\n"
 LIMITS = {"max_nodes": 60, "max_usd_per_h": 60.0}
 
 
@@ -90,6 +92,14 @@ def aws(ec2, monkeypatch):
     return ec2
 
 
+@pytest.fixture
+def rehearsal(store, tmp_path, monkeypatch):
+    """The store of a fleet on the fake cloud, in a working folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CORAL_PROVIDER", "fake")
+    return store
+
+
 def reallocate(store, scenario, **given):
     """The state in which a run ends."""
     from flows.parameters import ReallocateParameters
@@ -132,8 +142,8 @@ def test_three_epochs_of_changing_demand_prices_and_capacity(prefect, store, aws
     zones = [f"{region}{letter}" for region in REGIONS for letter in "abcdef"]
     costs = []
 
-    def epoch(rate: float) -> None:
-        state = reallocate(store, two_regions(tmp_path, rate))
+    def epoch(rate: float, more: str = "") -> None:
+        state = reallocate(store, two_regions(tmp_path, rate, more))
         assert state.is_completed(), state
         assert truth(store) == wish(store)
         run = list_runs(store, "blue")[-1]
@@ -159,7 +169,8 @@ def test_three_epochs_of_changing_demand_prices_and_capacity(prefect, store, aws
     assert {failure["refusal"] for failure in refused} == {"capacity"}
     aws.capacity.clear()
     aws.price_factor.clear()
-    epoch(1)
+    epoch(1, SPOT)  # spot nodes where EC2 quotes them
+    assert {item["market"] for item in read_plan(store, "blue").plan["instances"]} == {"spot"}
     assert costs[2] < costs[0] < costs[1]
     assert status_document(job_of(store))["cost_usd_per_h"] == pytest.approx(costs[2])
 
@@ -251,6 +262,23 @@ def test_a_run_beside_another_ends_saying_who_acts(prefect, store, aws, tmp_path
     assert reallocate(store, two_regions(tmp_path, 1)).is_completed()
 
 
+def test_the_command_line_runs_the_flow(prefect, rehearsal, tmp_path, capsys):
+    from coral_core.cli.entry import run
+
+    command = ["reallocate", "--scenario", two_regions(tmp_path, 1), "--store", rehearsal.url, "--fleet", "blue"]
+    limits = ["--max-nodes", "20", "--max-usd-per-h", "20", "--json"]
+    assert run([*command, *limits]) == 0
+    assert json.loads(capsys.readouterr().out)["outcome"] == "planned"
+    assert run([*command, *limits, "--mode", "apply"]) == 0
+    assert json.loads(capsys.readouterr().out)["outcome"] == "converged"
+    assert truth(rehearsal) == wish(rehearsal)
+    take_lease(rehearsal, "blue", holder="the night shift", terms=LeaseTerms(), clock=SystemClock())
+    assert run([*command, "--mode", "apply", *limits[:-1]]) == 7
+    assert "fleet blue is being changed by the night shift" in capsys.readouterr().out
+    assert run([*command, "--mode", "apply"]) == 2
+    assert "max_nodes is not set" in capsys.readouterr().err
+
+
 # Approval ------------------------------------------------------------------------------------------------------------
 
 
@@ -273,13 +301,6 @@ def answer(run_id, **given):
     from prefect.flow_runs import resume_flow_run
 
     resume_flow_run(run_id, run_input={"comment": "seen", **given})
-
-
-@pytest.fixture
-def rehearsal(store, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CORAL_PROVIDER", "fake")
-    return store
 
 
 ASKED = {"mode": "approve", "acting": {"lease_s": 5.0, "clock_skew_s": 0.2, "poll_s": 0.1}}
