@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any, Final, Literal, cast
 
 from artifacts.fleets import (
+    RESULT,
     FleetIdentity,
     FleetRun,
     Outcome,
@@ -157,10 +158,12 @@ def check_patience(job: Job) -> None:
 def carry_out(job: Job, lease: Lease, goal: Goal) -> Done:
     """Bring the fleet to the goal and record it; the caller gives the lease back unless this raises.
 
-    Raises what `apply_plan` raises. Before the first change that gives the lease back; after it the run is recorded as
-    failed, and the lease must be left to run out.
+    Raises LeaseLostError where planning took so long that another run has the lease by now, and what `apply_plan` raises.
+    Before the first change that gives the lease back; after it the run is recorded as failed, and the lease must be
+    left to run out.
     """
     with given_back_on_error(lease):
+        lease.guard()  # only its holder may say of other runs that they are dead
         plan, policy = _begun(job, lease, goal)
     events: list[FleetEvent] = []
     ports = _ports(job, events.append, guard=lambda: _guarded(lease, job.provider.settle_s))
@@ -168,8 +171,7 @@ def carry_out(job: Job, lease: Lease, goal: Goal) -> Done:
         report = apply_plan(plan, regions=goal.regions, limits=goal.limits, policy=policy, ports=ports)
         outcome, reason = verified(job, plan, report, goal.regions)
     except CoralError as error:
-        result = _result(job, Outcome.FAILED, str(error), events=events, notes=goal.notes)
-        write_result(job.store, job.fleet, goal.time, result)
+        _recorded(job, goal.time, _result(job, Outcome.FAILED, str(error), events=events, notes=goal.notes))
         raise
     cost = cost_usd_per_h(report.nodes, goal.limits.price_usd_per_h)
     result = _result(job, outcome, reason, report=report, cost=cost, events=events, notes=goal.notes)
@@ -179,7 +181,7 @@ def carry_out(job: Job, lease: Lease, goal: Goal) -> Done:
         cost_usd_per_h=cost,
         lowered=report.lowered,
         plan_url="" if goal.plan is None else job.store.url_of(f"{plan_group(job.fleet, goal.time)}/{PLAN}"),
-        result_url=write_result(job.store, job.fleet, goal.time, result),
+        result_url=_recorded(job, goal.time, result),
     )
 
 
@@ -338,11 +340,16 @@ def _same(run: FleetRun, goal: Goal, job: Job) -> RunSteps | None:
 
 def _close(job: Job, run: FleetRun) -> None:
     """Say of a dead run that it has not ended by itself."""
-    result = _result(job, Outcome.INTERRUPTED, f"it died or was stopped; {job.holder} went on from there")
+    reason = f"it died or was stopped; {job.holder} went on from there"
+    _recorded(job, run.time, _result(job, Outcome.INTERRUPTED, reason))
+
+
+def _recorded(job: Job, time: datetime, result: RunResult) -> str:
+    """The URL of the run's result: this one, or what was there first (a run that lost its lease was taken for dead)."""
     try:
-        write_result(job.store, job.fleet, run.time, result)
-    except StoreConflictError:  # it has ended after all
-        return
+        return write_result(job.store, job.fleet, time, result)
+    except StoreConflictError:
+        return job.store.url_of(f"{plan_group(job.fleet, time)}/{RESULT}")
 
 
 def _result(

@@ -10,7 +10,7 @@ from artifacts.fleets import Outcome, list_runs, read_identity, read_run, used_r
 from artifacts.leases import LeaseTaken, LeaseTerms
 from artifacts.plans import list_plans
 from coral_core.cloud.fake import Fault, Trouble
-from coral_core.cloud.ports import ApplyReport, ApplyStatus
+from coral_core.cloud.ports import ApplyReport, ApplyStatus, LeaseLostError
 from coral_core.cloud.tags import write_tags
 from coral_core.config.settings import Settings
 from coral_core.domain.fleet import FleetId
@@ -91,6 +91,42 @@ def test_a_run_that_loses_its_lease_stops_and_says_so(acting):
     assert done.outcome is Outcome.LEASE_LOST
     assert "quick holds it since" in done.reason
     assert len(acting.world.cloud.held()) == 2  # the call that was under way, and no other
+
+
+def test_a_run_that_was_taken_for_dead_ends_beside_what_was_said_of_it(acting):
+    job, other = acting.job("slow"), acting.job("quick")
+    lease, stored = acting.lease(job), acting.record(wanted(ONE, 2))
+
+    def overtake(operation):
+        if operation == "start":
+            acting.world.cloud.before_call = None
+            acting.world.clock.advance(400)
+            acting.run(wanted(ONE, 3), job=other)
+
+    acting.world.cloud.before_call = overtake
+    done = carry_out(job, lease, acting.goal(stored))
+    assert done.outcome is Outcome.LEASE_LOST
+    slow, quick = runs(acting)
+    assert (slow.outcome, quick.outcome) == (Outcome.INTERRUPTED, Outcome.CONVERGED)
+    assert done.result_url.endswith("result.json")
+
+
+def test_a_run_whose_lease_ran_out_while_it_planned_says_nothing_of_others(acting):
+    """The other one has begun and not ended; it must not be taken for dead."""
+    slow, quick = acting.job("slow"), acting.job("quick")
+    lease, stored = acting.lease(slow), acting.record(wanted(ONE, 1))
+    acting.world.clock.advance(400)
+    lease_of_quick, newer = acting.lease(quick), acting.record(wanted(ONE, 2))
+
+    def barge_in(operation):
+        if operation == "start":
+            acting.world.cloud.before_call = None
+            with pytest.raises(LeaseLostError, match="quick holds it since"):
+                carry_out(slow, lease, acting.goal(stored))
+
+    acting.world.cloud.before_call = barge_in
+    assert carry_out(quick, lease_of_quick, acting.goal(newer)).outcome is Outcome.CONVERGED
+    assert [run.outcome for run in runs(acting)] == [Outcome.PLANNED, Outcome.CONVERGED]
 
 
 def test_a_dead_run_is_closed_and_its_tokens_are_used_again(acting):
