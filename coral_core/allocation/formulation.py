@@ -14,6 +14,7 @@ Constraints, by family:
   on_demand sum over t without spot nodes of a_ti (x + o)_tr + h_i s_u >= h_i     for each active row i with a floor h_i
   floor     sum_tr (x + o)_tr + e_i >= f_i ;  cap  sum_tr (x + o)_tr <= g_i
   budget    sum_tr p_tr (x + o)_tr <= B                         where there is one
+  quota     sum_tc u_kc U_tc (x + o)_tr <= Q_k                  for each pool k of region r: u units a node
   stage     sum_i e_i <= E ;  sum_u w_u (s_u + q v_u) <= W      what earlier stages proved; q = SPARE_WEIGHT
 Objective, by stage: sum e, then sum w (s + q v), then cost + churn + preference. A running instance beside a newcomer is
 never skipped, since it is cheaper, so o + x = nu and the churn is (nu - nu')+ p K.
@@ -26,7 +27,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from coral_core.allocation.assess import Assessment
+from coral_core.allocation.assess import Assessment, pool_units
 from coral_core.allocation.columns import Columns, useful_instances
 from coral_core.allocation.coverage import SPARE_WEIGHT, Bools, Coverage, Floats, Ints, fraction, weight_unit
 from coral_core.allocation.guarantees import Guarantees, Loss, Zone
@@ -41,8 +42,9 @@ class Formulation:
     """A program with its meaning: columns, then s, v, d, e, then those of `guarantees`; `row_scale` turns rows into fractions.
 
     `row_key` names each row: (family, index a, index b): capacity (r, c), demand (i, 0), region (i, place), pair (u, 0),
-    floor (i, 0), cap (i, 0), on_demand (i, 0), budget (0, 0), region_demand (first row of the unit, r),
-    redundancy (first row of the unit, zone), left (i, the variable that says what is left). `shortfall` is the slice of s and v; `exposed` are the units that have a v.
+    floor (i, 0), cap (i, 0), on_demand (i, 0), budget (0, 0), quota (k, 0), region_demand (first row of the unit, r),
+    redundancy (first row of the unit, zone), left (i, the variable that says what is left), link (variable, 1)
+    where more of a size than that are of no use. `shortfall` is the slice of s and v; `exposed` are the units that have a v.
     """
 
     columns: Columns
@@ -146,12 +148,13 @@ def formulate(
     if capacity:
         _add_capacity(built, problem, columns)
         _add_budget(built, problem, columns)
+        _add_pools(built, problem, columns)
     place = coverage.place(columns.template, columns.region)
     served = dict(zip((unit for unit in units if len(unit) > 1), d.reshape(n_pairs, n_places), strict=True))
     _add_demand(built, units=units, entered=entered, place=place, s=s, served=served)
     steady = ~coverage.spot_of[columns.template]
     _add_on_demand(built, problem, units=units, entered=entered, steady=steady, s=s)
-    useful = _jointly_useful(problem, coverage, columns, capped=capped) if exposed else np.zeros(0)
+    useful = useful_instances(problem, coverage)[columns.template].astype(np.float64) if exposed else np.zeros(0)
     for u, unit in enumerate(units):
         fracs = dict(coverage.region_fracs[unit[0]])
         if fracs or u in exposed:
@@ -216,6 +219,15 @@ def _add_budget(built: Rows, problem: AllocationProblem, columns: Columns) -> No
     built.add((Family.BUDGET, 0, 0), Term(column=np.arange(len(columns)), value=rent), upper=budget, scale=scale)
 
 
+def _add_pools(built: Rows, problem: AllocationProblem, columns: Columns) -> None:
+    for k, units in enumerate(pool_units(problem)):
+        taken = (problem.templates.nodes[columns.template] * units[columns.region]).sum(axis=1)
+        index = np.flatnonzero(taken)
+        if len(index):
+            term = Term(column=index, value=taken[index])
+            built.add((Family.QUOTA, k, 0), term, upper=problem.pools[k].limit, scale=1 / float(taken[index].min()))
+
+
 def _add_demand(
     built: Rows,
     *,
@@ -277,13 +289,6 @@ def _add_floors_and_caps(
             built.add((Family.FLOOR, i, 0), instances.plus(missing), lower=row.min_instances)
         if row.max_instances is not None:
             built.add((Family.CAP, i, 0), instances, upper=row.max_instances)
-
-
-def _jointly_useful(problem: AllocationProblem, coverage: Coverage, columns: Columns, *, capped: bool) -> Floats:
-    """(columns,): of those of its group and throughput, more than so many together are never of use."""
-    if not capped:  # prices take the plan as it is
-        return np.full(len(columns), max(float(columns.upper.sum()), 1.0))
-    return useful_instances(problem, coverage)[columns.template].astype(np.float64)
 
 
 def _zones(

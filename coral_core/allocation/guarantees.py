@@ -91,7 +91,7 @@ class Guarantees:
                     lacking = self._missing(left.plus(*near), fracs[zone.region], (Family.REDUNDANCY, unit[0], z))
                     elsewhere = [lacking, *(m for r, m in asked.items() if r != zone.region)]
                     row = met.plus(*(Term.of(np.array([m]), -1.0) for m in elsewhere))
-                    self.rows.add((Family.LINK, unit[0], z), row, lower=0.0)
+                    self.rows.add((Family.LINK, unit[0], 0), row, lower=0.0)
 
     def fill(self, x: Floats) -> None:
         """Set the own variables of `x`, whose others are set, to what they are worth."""
@@ -158,9 +158,9 @@ class Guarantees:
             groups = np.unique(loss.group[here]).tolist()
             most = sum(max(float(loss.most[here[loss.group[here] == g]].max()), 1.0) for g in groups)
             used = Term.of(loss.columns[here], 1 / most)
-            self.rows.add((Family.LINK, int(y[k]), 0), used.plus(Term.of(y[[k]])), upper=1.0)
+            self.rows.add((Family.LINK, int(y[k]), 1), used.plus(Term.of(y[[k]])), upper=1.0)
             if k:
-                self.rows.add((Family.LINK, int(y[k]), 1), Term.of(y[[k - 1]]).plus(Term.of(y[[k]], -1.0)), upper=0.0)
+                self.rows.add((Family.LINK, int(y[k]), 2), Term.of(y[[k - 1]]).plus(Term.of(y[[k]], -1.0)), upper=0.0)
         levels = _Levels(y=y, columns=loss.columns, level=level)
         self.levels.append(levels)
         return levels

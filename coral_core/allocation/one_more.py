@@ -40,7 +40,7 @@ def one_more_node(
     """Solve again with one more node of each scarce configuration, the `most` valuable by shadow price; best first.
 
     Tried are limits that the plan reaches or that have a price, then what is sold but not to be had at all: more of what is
-    not used up saves nothing. Raises what `explain_allocation` and `solve_allocation` raise.
+    not used up seldom saves anything. Savings count preferences as the plan does. Raises what `explain_allocation` and `solve_allocation` raise.
     """
     found = explain_allocation(problem, result, solver=solver) if explanation is None else explanation
     scarce = [limit.name for limit in found.binding if limit.family == Family.CAPACITY.value]

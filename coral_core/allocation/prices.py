@@ -19,6 +19,7 @@ from coral_core.allocation.columns import columns_of, useful_instances
 from coral_core.allocation.coverage import DEMAND_TOLERANCE_FRAC, Coverage, Floats, Ints, coverage_of
 from coral_core.allocation.formulation import Formulation, formulate
 from coral_core.allocation.reduce import excluded, fits
+from coral_core.allocation.rows import Family
 from coral_core.allocation.wide import Effort, Relaxation, WideProgram, relax
 from coral_core.domain.allocation import AllocationProblem, AllocationResult
 from coral_core.errors import InputError, SolverError
@@ -102,4 +103,6 @@ def _at_plan(formulation: Formulation, plan: Assessment, point: Floats) -> WideP
     upper[formulation.deficit] = [plan.deficit[i] for i in formulation.floors]
     sizes = formulation.guarantees.level_variables
     upper[sizes] = point[sizes]
-    return replace(formulation.program, objective=formulation.cost_usd_per_h, upper=upper)
+    used = {(Family.LINK, int(y), 1) for y in sizes[point[sizes] == 0]}
+    row_upper = np.where([key in used for key in formulation.row_key], np.inf, formulation.program.row_upper)
+    return replace(formulation.program, objective=formulation.cost_usd_per_h, upper=upper, row_upper=row_upper)

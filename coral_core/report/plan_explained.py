@@ -18,6 +18,8 @@ _FAMILIES = {
     "on_demand": "share served without spot nodes",
     "region_demand": "share served in a region",
     "redundancy": "share left after a loss",
+    "pd_same_region": "share served by pairs in one region",
+    "exclusion": "excluded",
 }
 
 
