@@ -7,6 +7,7 @@ touched, no serving instance stopped undrained. At the end: nothing orphaned, no
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from dataclasses import replace
 from typing import ClassVar
@@ -16,8 +17,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from artifacts import leases
+from artifacts.leases import LeaseTerms
+from artifacts.store import open_store
 from coral_core.cloud.fake import Fault, Trouble
-from coral_core.cloud.ports import ApplyReport, ApplyStatus, LeaseLostError
+from coral_core.cloud.ports import ApplyReport, ApplyStatus
 from coral_core.cloud.tags import write_tags
 from coral_core.domain.fleet import NodeState, NodeTags
 from coral_core.domain.hardware import Market
@@ -33,7 +37,7 @@ POLICY = apply_policy(
     deadline_s=2500.0, poll_s=15.0, reconcile=replace(ZONED, start_timeout_s=200.0, unready_grace_s=60.0)
 )
 LONGEST_LAG_S = 55.0
-TTL_S = 150.0  # outlives settle_s, as the executor demands
+TTL_S = 170.0  # half of it outlives a call and settle_s, as the executor demands
 
 FAULTS = st.builds(
     Fault,
@@ -64,26 +68,24 @@ class Crash(Exception):  # noqa: N818  # no error of the program: the process is
 
 
 class Lease:
-    """One holder at a time, until its time is over."""
+    """The lease of the runs, by run; one that is not given back (a crash, an error) stays until its time is over."""
 
     def __init__(self, clock) -> None:
-        self.clock, self.holder, self.until_s = clock, 0, 0.0
+        self.clock, self.store = clock, open_store(f"memory://{uuid.uuid4().hex}")
+        self.terms = LeaseTerms(duration_s=TTL_S, skew_s=0.5)
+        self.held: dict[int, leases.Lease] = {}
 
     def take(self, run: int) -> bool:
-        if self.holder and self.clock.monotonic_s() < self.until_s:
-            return False
-        self.holder, self.until_s = run, self.clock.monotonic_s() + TTL_S
-        return True
+        found = leases.take_lease(self.store, "demo", holder=str(run), terms=self.terms, clock=self.clock)
+        if isinstance(found, leases.Lease):
+            self.held[run] = found
+        return run in self.held
 
     def renew(self, run: int) -> float:
-        if self.holder != run or self.clock.monotonic_s() >= self.until_s:
-            raise LeaseLostError("another run may be at work")
-        self.until_s = self.clock.monotonic_s() + TTL_S
-        return TTL_S
+        return self.held[run].guard() - POLICY.settle_s
 
     def give_back(self, run: int) -> None:
-        if self.holder == run:
-            self.holder = 0
+        self.held.pop(run).give_back()
 
 
 class FleetMachine(RuleBasedStateMachine):
