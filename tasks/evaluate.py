@@ -15,12 +15,13 @@ from typing import Any, Final
 
 from coral_core import __version__
 from coral_core.allocation.policies import Policy
+from coral_core.config.headroom import headroom_rows
 from coral_core.config.resolve import ResolvedScenario
 from coral_core.domain.workload import Phase
 from coral_core.errors import CoralError
 from coral_core.report.intervals import CONFIDENCE_FRAC, interval
 from coral_core.report.published import PUBLISHED, SOURCE
-from coral_core.sim import Latencies, ModelMetrics
+from coral_core.sim import Latencies, ModelMetrics, Routing
 from tasks.evaluation_facts import evaluation_facts, latency_rows
 from tasks.replay import (
     PolicyPlans,
@@ -69,10 +70,12 @@ def evaluate(
     seeds: Sequence[int],
     *,
     utilization: Mapping[Phase, float] | None = None,
+    routing: Routing = Routing.WEIGHTED_ROUND_ROBIN,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
     """Evaluate the policies on the scenario's requests of each seed.
 
+    The headroom in the document holds for all of them: capacities are planned the same, whoever chooses.
     A policy that fails is named, with its reason, in the document's `failed`, and is in no figure; where all fail, the
     first failure is raised.
     """
@@ -90,7 +93,7 @@ def evaluate(
                 fleet = fleet_of(resolved, plans)
                 for seed in seeds:
                     on_step(f"{name}: simulating seed {seed}")
-                    runs.append(replay(resolved, plans, seed=seed, fleet=fleet))
+                    runs.append(replay(resolved, plans, seed=seed, fleet=fleet, routing=routing))
         except CoralError as error:
             on_step(f"{name}: failed: {error}")
             failures[name] = error
@@ -110,6 +113,8 @@ def evaluate(
         "scenario": resolved.scenario.name,
         "inputs": resolved.scenario.model_dump(mode="json"),
         "max_utilization_frac": {phase.value: utilizations.get(phase, 1.0) for phase in Phase},
+        "headroom": headroom_rows(resolved, utilization),
+        "routing": routing.value,
         "seeds": list(seeds),
         "epochs": resolved.scenario.epochs.count,
         "kinds": KINDS,

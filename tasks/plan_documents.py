@@ -15,6 +15,7 @@ from artifacts.library import LibrarySnapshot
 from coral_core import __version__
 from coral_core.allocation.explain import AllocationExplanation, Limit
 from coral_core.config.allocation_file import allocation_result_to_json
+from coral_core.config.headroom import headroom_note, headroom_rows
 from coral_core.config.resolve import ResolvedModel, ResolvedScenario
 from coral_core.domain.allocation import AllocationProblem, AllocationResult, DemandRow, InstanceCount
 from coral_core.domain.hardware import Market, market_name, split_market
@@ -82,8 +83,10 @@ def input_record(resolved: ResolvedScenario, snapshot: LibrarySnapshot, problem:
         "exclusions": [asdict(item) for item in problem.exclusions],
         "preferences": [asdict(item) for item in problem.preferences],
         "spot_configs": list(problem.spot_configs),
+        "pools": [asdict(item) for item in problem.pools],
         "churn_k": problem.churn_k,
         "options": asdict(problem.options),
+        "headroom": headroom_rows(resolved),
         "input_hashes": {
             "scenario": sha256_hex(canonical_json(scenario)),
             "library manifest": manifest_sha256(snapshot),
@@ -251,6 +254,7 @@ def _notes(
             f"{on_spot} instances run on spot nodes, which may be taken back at any time; "
             f"spot prices are as of {resolved.spot.as_of}"
         )
+    notes.append(headroom_note(headroom_rows(resolved)))
     apart = [m.shape.name for m in resolved.models if Phase.AGGREGATED not in m.phases]
     if apart:
         notes.append(

@@ -20,7 +20,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coral_core.allocation.policies import HELIX, Policy
+from coral_core.allocation.policies import Policy
+from coral_core.allocation.warm_up import warm_up
 from coral_core.config.requests import request_traces
 from coral_core.config.resolve import (
     ResolvedModel,
@@ -30,7 +31,7 @@ from coral_core.config.resolve import (
     problem_templates,
 )
 from coral_core.config.scenario import LibraryMethod
-from coral_core.domain.allocation import AllocationProblem, AllocationResult, Running
+from coral_core.domain.allocation import AllocationResult, Running
 from coral_core.domain.capacity import CapacityTable
 from coral_core.domain.hardware import split_market
 from coral_core.domain.templates import ServingTemplate
@@ -40,6 +41,7 @@ from coral_core.perf.factors import load_factors
 from coral_core.routing import max_handover_s
 from coral_core.sim import (
     ModelMetrics,
+    Routing,
     Served,
     SimInput,
     SimInstance,
@@ -92,10 +94,6 @@ __all__ = [
 ANY_REGION: Final = frozenset({"coral_paper"})
 """Policies whose prefill and decode may lie in different regions; their KV then crosses at no extra delay."""
 
-_WARM_TEMPLATES: Final = 20
-"""Per model and phase, in the problem that a policy is warmed up with."""
-_warm: set[str] = set()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
@@ -144,7 +142,7 @@ def plan_epochs(
         problem = allocation_problem(resolved, columns, running, available=available)
         if policy.name in ANY_REGION:
             problem = replace(problem, options=replace(problem.options, pd_same_region=False))
-        _warm_up(policy, problem)
+        warm_up(policy, problem)
         started_s = time.perf_counter()
         result = policy.solve(problem)
         epochs.append(EpochPlan(result=result, solve_s=time.perf_counter() - started_s))
@@ -161,32 +159,6 @@ def plan_epochs(
         templates=templates_by_id(source.rows[method], chosen),
         supply=supply,
     )
-
-
-def _warm_up(policy: Policy, problem: AllocationProblem) -> None:
-    """Let a policy solve a small problem first, once: what it compiles and loads is not part of a solve time.
-
-    A fixed pool is placed when it is first asked, which is, so it is left cold.
-    """
-    if policy.name in _warm or policy.name == HELIX:
-        return
-    _warm.add(policy.name)
-    templates, seen = problem.templates, Counter[tuple[str, Phase]]()
-    keep = []
-    for at, pair in enumerate(zip(templates.models, templates.phases, strict=True)):
-        if seen[pair] < _WARM_TEMPLATES:
-            keep.append(at)
-        seen[pair] += 1
-    few = replace(
-        templates,
-        ids=tuple(templates.ids[at] for at in keep),
-        models=tuple(templates.models[at] for at in keep),
-        phases=tuple(templates.phases[at] for at in keep),
-        variants=None if templates.variants is None else tuple(templates.variants[at] for at in keep),
-        nodes=templates.nodes[keep],
-        throughput=templates.throughput[keep],
-    )
-    policy.solve(replace(problem, templates=few, running=()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,7 +324,14 @@ def scenario_requests(resolved: ResolvedScenario, *, seed: int) -> SimRequests:
     )
 
 
-def replay(resolved: ResolvedScenario, plans: PolicyPlans, *, seed: int, fleet: Fleet | None = None) -> Replay:
+def replay(
+    resolved: ResolvedScenario,
+    plans: PolicyPlans,
+    *,
+    seed: int,
+    fleet: Fleet | None = None,
+    routing: Routing = Routing.WEIGHTED_ROUND_ROBIN,
+) -> Replay:
     """Simulate the scenario's requests on the fleet of the plans; the same seed gives the same requests to every policy.
 
     `fleet` saves making it anew for each seed. Raises InputError where there are no requests, or for a scenario that
@@ -381,6 +360,7 @@ def replay(resolved: ResolvedScenario, plans: PolicyPlans, *, seed: int, fleet: 
                 epoch_starts_s=tuple(bounds_s),
                 pd_same_region=fleet.pd_same_region,
                 stream_kv=True,
+                routing=routing,
             ),
             lifecycle=tuple(lifecycle),
         )

@@ -22,7 +22,9 @@ def calibrate(
     *,
     policy: Annotated[str, Parameter(help="Whose plans are tried.")] = "coral",
     seeds: Seeds = (),
-    target: Annotated[float, Parameter(help="Least share of every model's tokens within their SLO.")] = 0.99,
+    target: Annotated[
+        float | None, Parameter(help="Least share of every model's tokens within their SLO; default 0.995.")
+    ] = None,
     handover: Annotated[
         bool, Parameter(help="Count hand-over from prefill to decode as time per output token, as clients see it.")
     ] = True,
@@ -40,7 +42,7 @@ def calibrate(
     where a model misses the target at every headroom tried.
     """
     from coral_core.config.policies import scenario_policies
-    from tasks.calibrate import SEEDS
+    from tasks.calibrate import SEEDS, TARGET_FRAC
     from tasks.calibrate import calibrate as calibrated
     from tasks.library import build_spec_from_scenario
 
@@ -51,7 +53,7 @@ def calibrate(
         open_configured_store(store),
         choose_executor(executor, workers=os.cpu_count() or 1, spec=build_spec_from_scenario(resolved)),
         seeds=list(dict.fromkeys(seeds)) or SEEDS,
-        target_frac=target,
+        target_frac=TARGET_FRAC if target is None else target,
         handover=handover,
         n_max=n_max,
         on_trial=(lambda _: None) if as_json else _tell,

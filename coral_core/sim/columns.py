@@ -18,10 +18,11 @@ from __future__ import annotations
     Z_RESERVE_FULL,
     Z_MAX_RETRIES,
     Z_STREAM_KV,
+    Z_LEAST_WORK,
     Z_HEAP_MARGIN,
     Z_ITEM_MARGIN,
     Z_COLUMNS,
-) = range(13)
+) = range(14)
 
 # World.counter: what moves as the run goes on.
 (
@@ -50,7 +51,8 @@ H_KEY, H_A, H_B, H_COLUMNS = range(4)
 E_ITERATION, E_DELIVER, E_MESSAGE, E_TRANSFER, E_READY, E_LIFE, E_EPOCH, E_ARRIVAL = range(8)
 
 # World.req: whole numbers of a request. R_VERSION outdates work in flight; R_LIST is the queue it stands in, or -1;
-# R_COUNTED is one more than the pool among whose waiting requests it is counted, or 0.
+# R_COUNTED is one more than the pool among whose waiting requests it is counted, or 0; R_WORK is what is booked of it as
+# unfinished work where it was sent.
 (
     R_MODEL,
     R_INPUT,
@@ -74,8 +76,9 @@ E_ITERATION, E_DELIVER, E_MESSAGE, E_TRANSFER, E_READY, E_LIFE, E_EPOCH, E_ARRIV
     R_ENTRY_INSTANCE,
     R_LAST_INSTANCE,
     R_COUNTED,
+    R_WORK,
     R_COLUMNS,
-) = range(23)
+) = range(24)
 # World.reqf: instants of a request, NaN until they come.
 Q_ARRIVAL, Q_SCHEDULED, Q_FIRST, Q_DECODE, Q_FINISH, Q_COLUMNS = range(6)
 
@@ -109,7 +112,7 @@ J_BOOT, J_HOP, J_SINCE, J_COLUMNS = range(4)
 OFF, BOOTING, READY, DRAINING, BROKEN = range(5)
 
 # World.route_inst, World.route_node: rows, so that the routing functions get contiguous slices.
-ROUTE_CREDIT, ROUTE_WEIGHT, ROUTE_OPEN, ROUTE_ROWS = range(4)
+ROUTE_CREDIT, ROUTE_WEIGHT, ROUTE_OPEN, ROUTE_WORK, ROUTE_ROWS = range(5)
 
 # World.stage.
 S_FIRST, S_END, S_FIRST_LAYER, S_END_LAYER, S_COLUMNS = range(5)

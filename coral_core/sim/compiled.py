@@ -17,7 +17,7 @@ from typing import Any
 import numba
 from numba.extending import register_jitable
 
-from coral_core.routing import admission, round_robin, scale_down
+from coral_core.routing import admission, least_work, round_robin, scale_down
 from coral_core.sim import (
     batches,
     blocks,
@@ -34,7 +34,7 @@ from coral_core.sim import (
 from coral_core.sim.world import World
 
 _MODULES: tuple[ModuleType, ...] = (
-    *(admission, round_robin, scale_down),
+    *(admission, least_work, round_robin, scale_down),
     *(queues, instances, waiting, blocks, network, batches, journey, pipeline, lifecycle, loop),
 )
 

@@ -157,6 +157,13 @@ class SimRequests:
         )
 
 
+class Routing(StrEnum):
+    """How requests are spread over instances, and over a stage's nodes: in turns by weight, or to the least work."""
+
+    WEIGHTED_ROUND_ROBIN = "weighted_round_robin"
+    LEAST_WORK = "least_work"
+
+
 class LifecycleKind(StrEnum):
     """`drain_one` drains the least loaded instance of a template in a region; it names the template, not an instance."""
 
@@ -195,6 +202,7 @@ class SimOptions:
     max_retries: int = 1
     pd_same_region: bool = True
     stream_kv: bool = False
+    routing: Routing = Routing.WEIGHTED_ROUND_ROBIN
     compiled: bool | None = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from coral_core.routing.admission import admits, max_wait_s, may_retry
+from coral_core.routing.least_work import pick_least_work
 from coral_core.routing.round_robin import pick_weighted
 from coral_core.sim.blocks import blocks_for, detach, give_back_source, set_decoding, stage_count
 from coral_core.sim.columns import (
@@ -22,6 +23,7 @@ from coral_core.sim.columns import (
     G_RATE,
     I_FIRST_STAGE,
     I_NEXT_POOL,
+    I_POOL,
     M_MAX_HANDOVER,
     M_MAX_WAIT,
     M_PROMPT,
@@ -52,14 +54,17 @@ from coral_core.sim.columns import (
     R_SOURCE_BLOCKS,
     R_STATE,
     R_TARGET,
+    R_WORK,
     REJECTED,
     ROUTE_CREDIT,
     ROUTE_OPEN,
     ROUTE_WEIGHT,
+    ROUTE_WORK,
     S_END,
     S_FIRST,
     TOO_LONG,
     WAITING,
+    Z_LEAST_WORK,
     Z_MAX_RETRIES,
     Z_MAX_STAGES,
     Z_REQUESTS,
@@ -67,7 +72,7 @@ from coral_core.sim.columns import (
 from coral_core.sim.instances import occupy, vacate
 from coral_core.sim.queues import append, arrived_list, mark_node, mark_pool, prepend, push, unlink, waiting_list
 from coral_core.sim.waiting import start_waiting, stop_waiting
-from coral_core.sim.world import World
+from coral_core.sim.world import Floats, World
 
 
 def push_next_arrival(w: World) -> None:
@@ -110,11 +115,7 @@ def dispatch(w: World, pool: int) -> None:
     first, end = w.pool[pool, P_FIRST], w.pool[pool, P_END]
     r = w.lists[pool, 0]
     while r >= 0:
-        chosen = pick_weighted(
-            w.route_inst[ROUTE_CREDIT, first:end],
-            w.route_inst[ROUTE_WEIGHT, first:end],
-            w.route_inst[ROUTE_OPEN, first:end],
-        )
+        chosen = _pick(w, w.route_inst, first, end, _work(w, r, pool))
         if chosen < 0:
             return
         unlink(w, r)
@@ -127,15 +128,12 @@ def _assign(w: World, r: int, i: int) -> None:
     last_position = w.req[r, R_INPUT] if w.inst[i, I_NEXT_POOL] >= 0 else w.req[r, R_INPUT] + w.req[r, R_OUTPUT] - 1
     blocks = blocks_for(w, w.req[r, R_MODEL], last_position)
     w.req[r, R_INSTANCE] = i
+    work = _work(w, r, w.inst[i, I_POOL])
     fits = True
     for s in range(stage_count(w, i)):
         stage = w.inst[i, I_FIRST_STAGE] + s
         first, end = w.stage[stage, S_FIRST], w.stage[stage, S_END]
-        n = first + pick_weighted(
-            w.route_node[ROUTE_CREDIT, first:end],
-            w.route_node[ROUTE_WEIGHT, first:end],
-            w.route_node[ROUTE_OPEN, first:end],
-        )
+        n = first + _pick(w, w.route_node, first, end, work)
         w.bound[r, s] = n
         fits = fits and blocks <= w.node[n, N_BLOCKS]
     occupy(w, i)
@@ -144,6 +142,7 @@ def _assign(w: World, r: int, i: int) -> None:
         _forget_source(w, r)
         _end(w, r, TOO_LONG)
         return
+    _book(w, r, work)
     w.req[r, R_STATE] = WAITING
     w.req[r, R_LAST_INSTANCE] = i
     if w.req[r, R_SOURCE_BLOCKS] == 0:
@@ -152,6 +151,30 @@ def _assign(w: World, r: int, i: int) -> None:
     w.req[r, R_TARGET] = w.req[r, R_INPUT]
     append(w, waiting_list(w, w.bound[r, 0]), r)
     mark_node(w, w.bound[r, 0])
+
+
+def _pick(w: World, route: Floats, first: int, end: int, work: int) -> int:
+    """A member of route[:, first:end], from its start, or -1; `work` is what the request adds to its own."""
+    if w.fixed[Z_LEAST_WORK]:
+        return pick_least_work(
+            route[ROUTE_WORK, first:end], route[ROUTE_WEIGHT, first:end], route[ROUTE_OPEN, first:end], float(work)
+        )
+    return pick_weighted(route[ROUTE_CREDIT, first:end], route[ROUTE_WEIGHT, first:end], route[ROUTE_OPEN, first:end])
+
+
+def _work(w: World, r: int, pool: int) -> int:
+    """What the router knows of a request's work in a pool: its prompt, or, handed over for decode, that it is one."""
+    return 1 if pool != w.req[r, R_MODEL] else int(w.req[r, R_INPUT])
+
+
+def _book(w: World, r: int, work: int) -> None:
+    """Count the request for so much work where it is bound, and no longer for what it was."""
+    i = w.req[r, R_INSTANCE]
+    more = work - w.req[r, R_WORK]
+    w.req[r, R_WORK] = work
+    w.route_inst[ROUTE_WORK, i] += more
+    for s in range(stage_count(w, i)):
+        w.route_node[ROUTE_WORK, w.bound[r, s]] += more
 
 
 def emit(w: World, r: int) -> None:
@@ -165,6 +188,7 @@ def emit(w: World, r: int) -> None:
         w.reqf[r, Q_FIRST] = w.now[0]
         w.inst_stat[epoch, i, B_FIRST] += 1
     if w.req[r, R_GENERATED] == w.req[r, R_OUTPUT]:
+        _book(w, r, 0)
         detach(w, r)
         w.inst_stat[epoch, i, B_DONE] += 1
         _end(w, r, DONE)
@@ -179,6 +203,7 @@ def emit(w: World, r: int) -> None:
 def _hand_over(w: World, r: int) -> None:
     """Queue for a decode instance; the KV stays with the prefill instance until it has been sent."""
     i = w.req[r, R_INSTANCE]
+    _book(w, r, 0)
     w.req[r, R_SOURCE] = i
     w.req[r, R_SOURCE_BLOCKS] = w.req[r, R_BLOCKS]
     w.req[r, R_BLOCKS] = 0
@@ -206,6 +231,8 @@ def lose(w: World, r: int) -> None:
     """An instance that holds something of this request is gone: try it elsewhere if still unheard, else it failed."""
     i = w.req[r, R_INSTANCE]
     blamed = i if i >= 0 else w.req[r, R_SOURCE]
+    if i >= 0:
+        _book(w, r, 0)
     detach(w, r)
     stop_waiting(w, r)
     _forget_source(w, r)

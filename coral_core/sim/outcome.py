@@ -194,6 +194,7 @@ def check_conservation(packed: Packed) -> None:
         raise ConservationError("outstanding requests of instances are not those bound to them")
     if (w.node[:, c.N_FREE] < 0).any():
         raise ConservationError("more KV blocks in use than there are")
+    _expect_equal("work booked", int(w.route_inst[c.ROUTE_WORK].sum()), int(w.req[:, c.R_WORK].sum()))
     _expect_equal("requests that wait", int(w.pool[:, c.P_WAITING].sum()), int((w.req[:, c.R_COUNTED] > 0).sum()))
 
 

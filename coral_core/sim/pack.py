@@ -9,7 +9,7 @@ import numpy as np
 
 from coral_core.domain.workload import Phase
 from coral_core.sim import columns as c
-from coral_core.sim.inputs import LifecycleKind, NodeTiming, SimInput, SimInstance, SimNode, prolonged
+from coral_core.sim.inputs import LifecycleKind, NodeTiming, Routing, SimInput, SimInstance, SimNode, prolonged
 from coral_core.sim.world import Floats, Ints, World
 
 _KINDS = {
@@ -58,6 +58,7 @@ def pack(given: SimInput) -> Packed:
     fixed[c.Z_RESERVE_FULL] = int(options.reserve_full_prompt)
     fixed[c.Z_MAX_RETRIES] = options.max_retries
     fixed[c.Z_STREAM_KV] = int(options.stream_kv)
+    fixed[c.Z_LEAST_WORK] = int(options.routing is Routing.LEAST_WORK)
     # Between two looks at the arrays' room, a request gets at most one new work item or transfer, a node one iteration.
     fixed[c.Z_ITEM_MARGIN] = min(admitted, n) + 1
     fixed[c.Z_HEAP_MARGIN] = min(admitted, n) + len(nodes) + widest + 8

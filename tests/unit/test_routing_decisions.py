@@ -9,6 +9,7 @@ import pytest
 
 from coral_core.errors import InputError, ServingError
 from coral_core.routing.admission import admits, expected_wait_s, max_handover_s, max_wait_s, may_retry, retry_after_s
+from coral_core.routing.least_work import pick_least_work
 from coral_core.routing.round_robin import Rotation, pick_weighted
 from coral_core.routing.scale_down import least_loaded
 
@@ -98,3 +99,17 @@ def test_handover_may_take_what_a_mean_answer_has_to_spare():
     assert max_handover_s(0.1, 0.8, 51.0) == pytest.approx(1.0)
     assert max_handover_s(0.1, 1.0, 51.0) == pytest.approx(0.1)
     assert max_handover_s(0.1, 0.5, 1.0) == pytest.approx(0.1)
+
+
+def test_least_work_sends_a_request_where_it_is_done_first():
+    work, weight = np.array([0.0, 0.0, 0.0]), np.array([1.0, 3.0, 0.0])
+    everyone = np.ones(3)
+    assert pick_least_work(work, weight, everyone, 90.0) == 1
+    work[1] = 200.0
+    # 90 / 1 before (200 + 90) / 3; a shorter one still waits less for the fast member than it takes at the slow one.
+    assert pick_least_work(work, weight, everyone, 90.0) == 0
+    work[0] = 50.0
+    assert pick_least_work(work, weight, everyone, 90.0) == 1
+    assert pick_least_work(work, weight, np.array([1.0, 0.0, 1.0]), 90.0) == 0
+    assert pick_least_work(work, weight, np.zeros(3), 90.0) == -1
+    assert pick_least_work(np.zeros(2), np.ones(2), np.ones(2), 1.0) == 0  # the first of equals

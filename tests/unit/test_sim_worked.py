@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coral_core.domain.workload import Phase
-from coral_core.sim.inputs import SimModel
+from coral_core.sim.inputs import Routing, SimModel
 from coral_core.sim.outcome import RequestStatus
 from coral_core.sim.run import simulate
 from tests.fakes.sim_cases import disaggregated, first_and_finish, instance, node, requests, simulation, stage
@@ -98,6 +98,14 @@ def test_requests_are_bound_to_a_stages_nodes_by_weight():
     one = instance("i", stage(heavy, light))
     outcome = simulate(simulation([one], requests(*[(10.0 * k, 1, 1) for k in range(9)])))
     assert outcome.fleet.iterations[0].tolist() == [6.0, 3.0]
+
+
+@pytest.mark.parametrize(("routing", "third_s"), [(Routing.WEIGHTED_ROUND_ROBIN, 11.0), (Routing.LEAST_WORK, 2.1)])
+def test_a_router_that_sees_work_spares_short_prompts_the_long_one(routing, third_s):
+    twins = [instance(name, stage(node(token_s=0.01)), max_running_requests=1) for name in ("a", "b")]
+    outcome = simulate(simulation(twins, requests((0.0, 1000, 1), (0.1, 100, 1), (0.2, 100, 1)), routing=routing))
+    # The long prompt keeps the first instance busy until 10; in turns, the third request waits for it.
+    assert outcome.requests.first_token_s.tolist() == pytest.approx([10.0, 1.1, third_s])
 
 
 KV_MODEL = SimModel(name="m", kv_bytes_per_token=10.0)
