@@ -21,6 +21,8 @@ from coral_core.domain.allocation import (
     AllocationOptions,
     AllocationProblem,
     DemandRow,
+    Exclusion,
+    Preference,
     Running,
     TemplateColumns,
 )
@@ -93,6 +95,58 @@ def same_needs(a, b):
 
 def equal(a, b):
     return same_needs(a, b) and a.objective_usd_per_h == pytest.approx(b.objective_usd_per_h, rel=3e-6, abs=1e-6)
+
+
+FAMILIES = ("spare", "regions", "on_demand", "preferences", "exclusions", "budget")
+
+
+@st.composite
+def restricted(draw, chosen):
+    """A problem with the chosen families on, most of its models served in full."""
+    problem = draw(problems())
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rows = []
+    for row in problem.demand:
+        parts = rng.dirichlet(np.ones(len(problem.regions) + 1))[:-1] / 2
+        asked = {
+            "spare": {"spare_instances": int(rng.integers(0, 2))},
+            "regions": {"region_fracs": tuple(zip(problem.regions, map(float, parts), strict=True))},
+            "on_demand": {"on_demand_frac": float(rng.choice([0.0, 0.4, 1.0]))},
+        }
+        changes = {key: value for family in sorted(chosen & asked.keys()) for key, value in asked[family].items()}
+        easier = {"tokens_per_s": row.tokens_per_s / 4, "requests_per_s": row.requests_per_s / 4}
+        rows.append(replace(row, **easier, **changes))
+    problem = replace(problem, demand=tuple(rows), spot_configs=problem.configs[:1])
+    if "preferences" in chosen:
+        items = (Preference(config=problem.configs[-1], price_factor=2.5), Preference(model="m", price_factor=0.4))
+        problem = replace(problem, preferences=items)
+    if "exclusions" in chosen:
+        items = (Exclusion(model="m", region=problem.regions[0]), Exclusion(config=problem.configs[0], region="r0"))
+        problem = replace(problem, exclusions=items)
+    if "budget" in chosen:
+        free = solve_allocation(problem).cost_usd_per_h
+        problem = replace(problem, options=replace(problem.options, budget_usd_per_h=free * 0.7 + 0.0123))
+    return problem
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_reductions_are_lossless_with_one_family_or_two(data):
+    chosen = data.draw(st.sets(st.sampled_from(FAMILIES), min_size=1, max_size=2))
+    problem = data.draw(restricted(chosen))
+    whole = solve_allocation(replace(problem, options=replace(problem.options, reduce=False)))
+    assert equal(whole, solve_allocation(problem))
+
+
+@settings(max_examples=25)
+@given(problem=restricted({"spare"}))
+def test_a_spare_costs_and_ends_shortfall_of_serving_no_sooner(problem):
+    without = replace(problem, demand=tuple(replace(row, spare_instances=0) for row in problem.demand))
+    plain, spared = solve_allocation(without), solve_allocation(problem)
+    assert needs(spared)[1] >= needs(plain)[1] - 1e-7
+    if spared.full:
+        assert plain.full
+        assert spared.objective_usd_per_h >= plain.objective_usd_per_h * (1 - 3e-6) - 1e-6
 
 
 @settings(max_examples=50)
