@@ -124,8 +124,8 @@ def observed_problem(
 
 
 def with_observed_prices(resolved: ResolvedScenario, supply: Supply) -> ResolvedScenario:
-    """The scenario whose catalogue holds the observed prices, so that records and notes name these."""
-    observed = {
+    """The scenario whose catalogue and spot market hold the observed prices, so that records and notes name these."""
+    everything = {
         offer: Price(
             config=offer[1],
             region=offer[0],
@@ -135,8 +135,13 @@ def with_observed_prices(resolved: ResolvedScenario, supply: Supply) -> Resolved
             as_of=state.price_usd_per_h.as_of.date(),
         )
         for offer, state in supply.offers.items()
-        if isinstance(state.price_usd_per_h, Reading) and offer[2] is Market.ON_DEMAND
+        if isinstance(state.price_usd_per_h, Reading)
     }
+    observed = {offer: price for offer, price in everything.items() if offer[2] is Market.ON_DEMAND}
+    spot = [price for offer, price in everything.items() if offer[2] is Market.SPOT]
+    if resolved.spot is not None and spot:
+        sources, as_of = tuple(sorted({price.source for price in spot})), min(price.as_of for price in spot)
+        resolved = replace(resolved, spot=replace(resolved.spot, sources=sources, as_of=as_of))
     return replace(resolved, catalog=replace(resolved.catalog, prices=observed)) if observed else resolved
 
 

@@ -100,10 +100,10 @@ def _pairs(problem: AllocationProblem, prices: Prices) -> Iterator[Limit]:
             paid[a][b] = value
     for pair in coverage.pairs:
         saved = 0.0
-        for group in coverage.groups:
+        for g, group in enumerate(coverage.groups):
             if len(group.rows) > 1 or group.rows[0] not in pair:
                 continue
-            own = np.flatnonzero(coverage.group_of[columns.template] == coverage.groups.index(group))
+            own = np.flatnonzero(coverage.group_of[columns.template] == g)
             own = own[columns.upper[own] > 0]
             frac = fraction(problem.templates.throughput[columns.template[own]], group.amounts[0], capped=False)
             best = paid[group.rows[0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from datetime import UTC, datetime
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from coral_core.allocation.policies import POLICIES
 from coral_core.catalog import load_catalog
 from coral_core.catalog.spot import SPOT_COLUMNS, load_spot, read_spot
 from coral_core.cli.work import resolved_scenario
+from coral_core.cloud.supply import OfferState, Reading, Supply
 from coral_core.config.resolve import allocation_problem, available_nodes, node_prices, resolve_scenario
 from coral_core.config.scenario import Scenario, load_scenario
 from coral_core.config.spot import HOURS_PER_MONTH, with_spot_twins
@@ -23,6 +25,7 @@ from coral_core.domain.hardware import Market, market_name, split_market
 from coral_core.domain.workload import Phase
 from coral_core.errors import DataGapError, InputError
 from tasks.library import build_spec_from_scenario
+from tasks.observe import with_observed_prices
 
 YAML = """
 name: levers
@@ -350,3 +353,20 @@ def test_spot_facts_are_those_of_the_reference(reference_data):
 
 def _sold():
     return [(region, config) for region, config, _ in load_catalog("aws-real").prices]
+
+
+def test_observed_spot_prices_replace_what_the_scenario_says_of_theirs():
+    seen = datetime(2026, 11, 20, tzinfo=UTC)
+
+    def state(usd_per_h):
+        price = Reading(value=usd_per_h, as_of=seen, source="price history")
+        return OfferState(
+            available=Reading(value=3, as_of=seen, source="quota"), price_usd_per_h=price, zones=(), held=0
+        )
+
+    offers = {("us-east-2", "1xL4", Market.ON_DEMAND): state(0.9), ("us-east-2", "1xL4", Market.SPOT): state(0.31)}
+    found = with_observed_prices(resolved(), Supply(as_of=seen, offers=offers, pools=()))
+    assert (found.spot.sources, found.spot.as_of.isoformat()) == (("price history",), "2026-11-20")
+    assert set(found.catalog.prices) == {("us-east-2", "1xL4", Market.ON_DEMAND)}
+    unseen = with_observed_prices(resolved(), Supply(as_of=seen, offers={}, pools=()))
+    assert unseen.spot.sources == ("a guess", "our bill")
