@@ -23,6 +23,7 @@ from coral_core.config.settings import load_settings
 from coral_core.domain.workload import Phase
 from coral_core.report.evaluation_page import evaluation_html
 from coral_core.report.evaluation_report import evaluation_markdown, evaluation_notes, evaluation_tables
+from coral_core.report.page import page_or_none
 from flows.parameters import EvaluateParameters, artifact_key
 from tasks.evaluate import Evaluation
 from tasks.evaluate import evaluate as evaluated
@@ -77,11 +78,13 @@ def record(store: Store, found: Evaluation, now: datetime) -> dict[str, str]:
         document=found.document,
         tables=found.tables,
         report_md=evaluation_markdown(found.document),
-        report_html=evaluation_html(
-            found.document,
-            found.tables,
-            time=now.isoformat(timespec="seconds"),
-            sensitivity=latest_sensitivity(store, scenario),
+        report_html=page_or_none(
+            lambda: evaluation_html(
+                found.document,
+                found.tables,
+                time=now.isoformat(timespec="seconds"),
+                sensitivity=latest_sensitivity(store, scenario),
+            )
         ),
     )
     index_group(store, scenario_group(scenario))

@@ -31,7 +31,7 @@ from coral_core.domain.hardware import split_market
 from coral_core.domain.templates import ServingTemplate
 from coral_core.domain.workload import Phase
 from coral_core.errors import DataGapError, InputError
-from coral_core.report.page import can_render
+from coral_core.report.page import page_or_none
 from coral_core.report.plan_page import plan_html
 from coral_core.report.plan_report import plan_markdown
 from tasks.library import build_spec_from_scenario, capacity_inputs
@@ -52,7 +52,7 @@ BASELINES = {"homo": homo, "homo_joint": homo_joint, "cauchy": cauchy}
 class PlanOutcome:
     """A plan and all that led to it; `plan`, `decision` and the reports are the documents to record.
 
-    `report_html` is None where what makes it is not installed.
+    `report_html` is None where it could not be made.
     """
 
     problem: AllocationProblem
@@ -106,7 +106,7 @@ def make_plan(
         plan=plan,
         decision=decision,
         report_md=plan_markdown(plan, decision),
-        report_html=plan_html(plan, decision) if can_render() else None,
+        report_html=page_or_none(lambda: plan_html(plan, decision)),
     )
 
 

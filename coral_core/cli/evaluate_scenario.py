@@ -64,17 +64,16 @@ def prepared(
 
 
 def evaluation_page_of(found: Evaluation, store: Store, now: datetime) -> str | None:
-    """The report with the newest stored sweep of the scenario; None, which is said, where what makes it is missing."""
+    """The report with the newest stored sweep of the scenario; None, which is said, where it could not be made."""
     from artifacts.evaluations import latest_sensitivity
     from coral_core.report.evaluation_page import evaluation_html
-    from coral_core.report.page import can_render
+    from coral_core.report.page import can_render, page_or_none
 
     if not can_render():
         print_note("no HTML report: jinja2 is not installed (pip install 'coral-serve[report]')")
-        return None
     sensitivity = latest_sensitivity(store, found.document["scenario"])
     time = now.isoformat(timespec="seconds")
-    return evaluation_html(found.document, found.tables, time=time, sensitivity=sensitivity)
+    return page_or_none(lambda: evaluation_html(found.document, found.tables, time=time, sensitivity=sensitivity))
 
 
 def step_note(*, quiet: bool) -> Callable[[str], None]:

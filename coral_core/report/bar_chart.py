@@ -17,7 +17,7 @@ from coral_core.report.palette import STYLES
 from coral_core.report.scales import linear_ticks, scale, shortened, tick_text
 
 WIDTH: Final = 380
-_LEFT, _RIGHT, _TOP, _ROW, _BAR, _FOOT = 8, 14, 26, 40, 16, 40
+_LEFT, _RIGHT, _TOP, _ROW, _BAR, _FOOT = 8, 14, 6, 40, 16, 40
 _LETTER_PX: Final = 12
 LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -63,7 +63,7 @@ def bar_words(chart: BarChart) -> str:
 
 
 def bar_svg(chart: BarChart) -> str:
-    """The chart as an element of a page that has the style sheet.
+    """The chart as an element of a page that has the style sheet; its title is the page's to write.
 
     Raises InputError where there is no bar, or for a value that is negative or no number.
     """
@@ -79,7 +79,7 @@ def bar_svg(chart: BarChart) -> str:
     x_of = scale(0.0, ticks[-1], _LEFT, WIDTH - _RIGHT)
     head = _TOP + (14 if chart.guide else 0)
     bottom = head + _ROW * len(chart.bars) + 4
-    parts = [f'<text class="panel" x="{_LEFT}" y="15">{escape(shortened(chart.title, 44))}</text>']
+    parts: list[str] = []
     for tick in ticks:
         at = x_of(tick)
         anchor = "start" if tick == 0 else "end" if tick == ticks[-1] else "middle"

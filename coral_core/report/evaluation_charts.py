@@ -27,6 +27,8 @@ _KNOWN: Final = ("coral", "coral_paper", "homo_joint", "homo", "cauchy", "helix"
 _DEMAND_STYLE: Final = STYLES - 1
 _MOST_PARTS: Final = 8
 _OTHERS: Final = "others"
+_MANY_CHARTS: Final = 24
+"""Above this many, distributions are drawn with half their points and few markers: the file must stay small."""
 _BEYOND_SLO: Final = 3.0
 """Latencies are drawn up to this multiple of their bound: beyond it only how many there are matters."""
 
@@ -79,7 +81,8 @@ def breakdown_figures(document: Document, tables: Tables) -> list[Figure]:
     ):
         if sums:
             chart = charts("Provisioning, mean over epochs", sums)
-            found.append(_bar_figure(f"Cost {title}", PREDICTED, [chart]))
+            caption = f"All of it is {chart.keys[0]}." if len(chart.keys) == 1 else ""
+            found.append(_bar_figure(f"Cost {title}", PREDICTED, [chart], caption=caption))
     return found
 
 
@@ -139,7 +142,7 @@ def goodput_figures(document: Document, tables: Tables) -> list[Figure]:
             series=(Series(name="supply", points=supply, style=_DEMAND_STYLE),),
         )
         keys = (Key(name="supply", style=_DEMAND_STYLE),)
-        found.append(Figure(title="Supply by epoch", kind=GIVEN, charts=(panel_svg(panel),), keys=keys))
+        found.append(Figure(title="Supply by epoch", kind=GIVEN, charts=((panel.title, panel_svg(panel)),), keys=keys))
     return found
 
 
@@ -149,10 +152,11 @@ def latency_figures(document: Document, tables: Tables) -> list[Figure]:
     for row in tables.get("latencies", ()):
         rows.setdefault((row["model"], row["latency"]), {}).setdefault(row["policy"], []).append(row)
     styles = policy_styles(document)
+    thin = 1 if len(rows) <= _MANY_CHARTS else 2
     charts = []
     for (model, latency), by_policy in sorted(rows.items(), key=lambda item: (item[0][0], item[0][1] != "ttft")):
         slo_s = document["slos"][model][f"{latency}_s"]
-        curves = {name: _curve(found, latency) for name, found in by_policy.items()}
+        curves = {name: _curve([*found[:-1:thin], found[-1]], latency) for name, found in by_policy.items()}
         highest = max(points[-1][0] for points in curves.values())
         end_s = linear_ticks(min(max(highest, 1.25 * slo_s), _BEYOND_SLO * slo_s))[-1]
         what = "time to first token" if latency == "ttft" else "time per output token"
@@ -166,8 +170,9 @@ def latency_figures(document: Document, tables: Tables) -> list[Figure]:
             guides=(Guide(value=slo_s, label=f"SLO {slo_s:g} s", axis="x"),),
             x_end=end_s,
             y_end=100.0,
+            is_brief=thin > 1,
         )
-        charts.append(panel_svg(panel))
+        charts.append((panel.title, panel_svg(panel)))
     if not charts:
         return []
     seed = next(iter(tables["latencies"]))["seed"]
@@ -215,7 +220,13 @@ def _has_unknown(bars: Iterable[Bar]) -> bool:
 def _bar_figure(title: str, kind: str, charts: Sequence[BarChart], *, caption: str = "") -> Figure:
     names = charts[0].keys
     keys = tuple(Key(name=name, style=i, letter=letter(i)) for i, name in enumerate(names)) if len(names) > 1 else ()
-    return Figure(title=title, kind=kind, charts=tuple(map(bar_svg, charts)), keys=keys, caption=caption)
+    return Figure(
+        title=title,
+        kind=kind,
+        charts=tuple((chart.title, bar_svg(chart)) for chart in charts),
+        keys=keys,
+        caption=caption,
+    )
 
 
 def _epoch_figure(
@@ -243,7 +254,8 @@ def _epoch_figure(
         if series and extra is not None and i == 0 and extra.points:
             series.append(extra)
         if series:
-            charts.append(panel_svg(Panel(title=name, x_label="epoch", y_label=unit, series=tuple(series))))
+            panel = Panel(title=name, x_label="epoch", y_label=unit, series=tuple(series))
+            charts.append((name, panel_svg(panel)))
     if count < 2 or not charts:
         return []
     keys = [Key(name=policy, style=style) for policy, style in styles.items()]

@@ -227,7 +227,7 @@ def _regions(document: Document, tables: Tables, subject: str) -> list[Block]:
         Figure(
             title=f"Where {subject} rents",
             kind=charts.PREDICTED,
-            charts=(map_svg(numbered),),
+            charts=(("", map_svg(numbered)),),
             caption="Numbers as in the table below; areas by USD/h. Land is schematic.",
         )
     ]

@@ -19,10 +19,13 @@ from coral_core.report.scales import linear_ticks, log_ticks, scale, shortened, 
 
 WIDTH, HEIGHT = 380, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 34, 46
+_UNTITLED: Final = 18
+"""What the frame begins lower without a title in it."""
 _GAP: Final = 24
 _HEAD: Final = 64
 _MOST_TICKS: Final = 8
 _MOST_MARKERS: Final = 13
+_FEW_MARKERS: Final = 4
 _SIGN_PX: Final = 6.6
 """Width of a letter at the charts' size, a little generous."""
 
@@ -54,8 +57,8 @@ class Guide:
 class Panel:
     """One pair of axes. `marked` is a point to ring, with what it stands for; `is_log` makes the y axis logarithmic.
 
-    The x axis begins at 0 and ends at `x_end` where there is one, else it spans the points. `y_end` is the least that the y axis goes
-    up to.
+    The x axis begins at 0 and ends at `x_end` where there is one, else it spans the points. `y_end` is the least that the
+    y axis goes up to. With `is_brief` lines have few markers and points no tooltips: for pages of very many panels.
     """
 
     title: str
@@ -68,6 +71,7 @@ class Panel:
     guides: tuple[Guide, ...] = ()
     x_end: float | None = None
     y_end: float = 0.0
+    is_brief: bool = False
 
 
 def line_chart(title: str, panels: Sequence[Panel], *, columns: int, description: str) -> str:
@@ -105,9 +109,12 @@ def line_chart(title: str, panels: Sequence[Panel], *, columns: int, description
 
 
 def panel_svg(panel: Panel) -> str:
-    """One panel as an element of a page, told in words to who does not see it. Raises InputError as `line_chart`."""
+    """One panel as an element of a page, told in words to who does not see it. Raises InputError as `line_chart`.
+
+    Its title is the page's to write: there, long names wrap.
+    """
     words = escape(f"{panel.title}. {panel_words(panel)}", quote=True)
-    return f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{words}">{_panel(panel)}</svg>'
+    return f'<svg class="chart" viewBox="0 {_UNTITLED} {WIDTH} {HEIGHT - _UNTITLED}" role="img" aria-label="{words}">{_panel(panel, has_title=False)}</svg>'
 
 
 def panel_words(panel: Panel) -> str:
@@ -131,14 +138,14 @@ def _style(panel: Panel, index: int) -> int:
     return (index if style is None else style) % STYLES
 
 
-def _panel(panel: Panel) -> str:
+def _panel(panel: Panel, *, has_title: bool = True) -> str:
     points = _checked(panel)
     bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
     y_values = [y for _, y in points] + [guide.value for guide in panel.guides if guide.axis == "y"]
     y_ticks = log_ticks(y_values) if panel.is_log else linear_ticks(max(panel.y_end, *y_values))
     y_of = scale(y_ticks[0], y_ticks[-1], bottom, _TOP, is_log=panel.is_log)
     x_ticks, x_of = _x_axis(panel, [x for series in panel.series for x, _ in series.points], right)
-    parts = [f'<text class="panel" x="8" y="16">{escape(shortened(panel.title, 44))}</text>']
+    parts = [f'<text class="panel" x="8" y="16">{escape(shortened(panel.title, 44))}</text>'] if has_title else []
     for y in y_ticks:
         at = y_of(y)
         parts += [
@@ -204,17 +211,10 @@ def _line(panel: Panel, index: int, x_of: Callable[[float], float], y_of: Callab
     ]
     known = [(x, y) for x, y in series.points if y is not None]
     # Markers of lines that lie on each other are set off against each other.
-    every = max(-(-len(known) // _MOST_MARKERS), 1)
-    first = index % every
-    parts += [
-        marker(
-            style,
-            x_of(x),
-            y_of(y),
-            escape(f"{series.name}, {panel.x_label} {tick_text(x)}: {figure(y)} {panel.y_label}"),
-        )
-        for x, y in known[first::every]
-    ]
+    every = max(-(-len(known) // (_FEW_MARKERS if panel.is_brief else _MOST_MARKERS)), 1)
+    for x, y in known[index % every :: every]:
+        told = f"{series.name}, {panel.x_label} {tick_text(x)}: {figure(y)} {panel.y_label}"
+        parts.append(marker(style, x_of(x), y_of(y), "" if panel.is_brief else escape(told)))
     return f'<g class="s{style}">{"".join(parts)}</g>'
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Final
@@ -19,6 +20,7 @@ from coral_core.report.figures import figure
 from coral_core.report.palette import CHART_CSS, STYLES, line_sample, theme_css
 from coral_core.report.plan_report import PlanTable
 
+_LOG: Final = logging.getLogger(__name__)
 _NUMBER: Final = re.compile(r"-?|-?[\d,]*\.?\d+%?")
 
 
@@ -43,11 +45,11 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Charts under one legend, two by two where `in_pairs`. `kind`: predicted, simulated or measured."""
+    """Charts (title, markup) under one legend, two by two where `in_pairs`. `kind`: predicted, simulated or measured."""
 
     title: str
     kind: str
-    charts: tuple[str, ...]
+    charts: tuple[tuple[str, str], ...]
     keys: tuple[Key, ...] = ()
     caption: str = ""
     in_pairs: bool = False
@@ -119,6 +121,20 @@ class Page:
 def can_render() -> bool:
     """Whether the library that makes pages is installed."""
     return importlib.util.find_spec("jinja2") is not None
+
+
+def page_or_none(make: Callable[[], str]) -> str | None:
+    """The page that `make` makes; None where jinja2 is missing or, with a warning logged, where it fails.
+
+    A report must never cost what it reports on: a plan about to be applied, an evaluation that took hours.
+    """
+    if not can_render():
+        return None
+    try:
+        return make()
+    except Exception as error:  # noqa: BLE001 - see above; what it is, is logged
+        _LOG.warning("no HTML report was made: %s: %s", type(error).__name__, error)
+        return None
 
 
 def render_page(page: Page) -> str:

@@ -119,7 +119,7 @@ def _costs(plan: Document, decision: Document) -> list[Block]:
         bars=tuple(Bar(name=name, parts={"cost": value}) for name, value in totals.items()),
     )
     found: list[Block] = [
-        Figure(title="Cost beside the baselines", kind=PREDICTED, charts=(bar_svg(beside),)),
+        Figure(title="Cost beside the baselines", kind=PREDICTED, charts=((beside.title, bar_svg(beside)),)),
     ]
     for title, row_of in (
         ("by model and phase", lambda item: item["model"]),
@@ -152,7 +152,7 @@ def _stacked(title: str, items: Sequence[Document], row_of: Callable[[Document],
         Figure(
             title=title,
             kind=PREDICTED,
-            charts=(bar_svg(chart),),
+            charts=((chart.title, bar_svg(chart)),),
             keys=tuple(Key(name=key, style=i, letter=letter(i)) for i, key in enumerate(keys)),
             caption=f"{left} more are not drawn." if left > 0 else "",
         )
@@ -176,7 +176,7 @@ def _capacity(plan: Document) -> list[Block]:
     left = len(rows) - len(bars)
     caption = f"{left} more are in the table." if left else ""
     return [
-        Figure(title="Capacity", kind=PREDICTED, charts=(bar_svg(chart),), caption=caption),
+        Figure(title="Capacity", kind=PREDICTED, charts=((chart.title, bar_svg(chart)),), caption=caption),
         coverage_table(plan),
     ]
 
@@ -203,7 +203,7 @@ def _regions(plan: Document) -> list[Block]:
         ],
     )
     caption = "Numbers as in the table below; areas by USD/h. Land is schematic."
-    drawn = Figure(title="Regions", kind=PREDICTED, charts=(map_svg(found),), caption=caption)
+    drawn = Figure(title="Regions", kind=PREDICTED, charts=(("", map_svg(found)),), caption=caption)
     return [drawn, table] if found else []
 
 

@@ -29,7 +29,7 @@ def sensitivity_figure(points: Sequence[Point]) -> Figure | None:
     return Figure(
         title=TITLE,
         kind="predicted; solve time measured",
-        charts=tuple(map(panel_svg, panels)),
+        charts=tuple((panel.title, panel_svg(panel)) for panel in panels),
         keys=tuple(Key(name=name, style=style) for name, style in names),
         caption=sensitivity_words(points),
     )

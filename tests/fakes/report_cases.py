@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-FRACS = tuple(i / 20 for i in range(21))
+from coral_core.sim.metrics import CURVE_FRACS
+
 NODES = {
     "1xL4": {"gpu": "L4", "gpu_count": 1, "price_usd_per_h": {"us-east-2": 0.8, "mars-1": 1.0}},
     "2xL40S": {"gpu": "L40S", "gpu_count": 2, "price_usd_per_h": {"us-east-2": 3.5}},
@@ -63,7 +64,7 @@ def evaluation(
             }
         },
         "published_source": "arXiv 0000.00000",
-        "supply_nodes": [16 - epoch for epoch in range(epochs)],
+        "supply_nodes": [max(16 - epoch, 0) for epoch in range(epochs)],
         "nodes": NODES,
         "slos": {model: {"ttft_s": 1.2, "tpot_s": 0.06} for model in models},
         "libraries": {"lattice": {"name": "made-up", "version": 3, "sha256": "ab" * 32}},
@@ -155,7 +156,7 @@ def _add_service(
         }
         for model in models
         for latency, scale in (("ttft", 2.0), ("tpot", 0.08))
-        for frac in FRACS
+        for frac in CURVE_FRACS
     ]
 
 

@@ -31,8 +31,8 @@ def coordinates(root):
 
 
 def inside(root):
-    _, _, width, height = map(float, root.get("viewBox").split())
-    return all(-1 <= x <= width + 1 and -1 <= y <= height + 1 for x, y in coordinates(root))
+    left, top, width, height = map(float, root.get("viewBox").split())
+    return all(-1 <= x - left <= width + 1 and -1 <= y - top <= height + 1 for x, y in coordinates(root))
 
 
 @settings(deadline=None, max_examples=60)

@@ -123,6 +123,14 @@ def test_markers_stay_few_on_long_lines():
     assert 8 <= len(told(root)) <= 14
 
 
+def test_brief_panels_have_few_markers_and_no_tooltips():
+    line = [(float(i), float(i)) for i in range(45)]
+    root = ET.fromstring(panel_svg(panel(*line, is_brief=True)))
+    circles = list(root.iter("circle"))
+    assert 3 <= len(circles) <= 5
+    assert not told(root)
+
+
 def test_the_mark_is_ringed_and_guides_are_named():
     root = drawn(panel((1, 1), (2, 9), marked=(2, 9), mark_label="published"))
     assert "published" in texts(root)

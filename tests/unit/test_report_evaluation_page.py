@@ -11,7 +11,7 @@ import pytest
 from coral_core.errors import InputError
 from coral_core.report import evaluation_charts as charts
 from coral_core.report.evaluation_page import evaluation_html, evaluation_page, shown_epoch
-from coral_core.report.page import can_render, ident_of
+from coral_core.report.page import can_render, ident_of, page_or_none
 from tests.fakes.html_page import faults, read_page
 from tests.fakes.report_cases import STAGES_USD_PER_H, evaluation
 
@@ -218,6 +218,8 @@ def test_many_models_with_long_names_stay_below_two_megabytes():
     [by_model] = charts_of(text, "Cost by model")
     assert "others (39)" in by_model
     assert len(charts_of(text, "Latencies by model")) == 92
+    titles = [one.text for one in read_page(text) if one.attributes.get("class") == "drawing"]
+    assert {f"{model}: TTFT" for model in models} <= set(titles)  # whole: names may differ in their middle alone
 
 
 def test_styles_of_policies_do_not_depend_on_the_others():
@@ -240,14 +242,14 @@ def test_distributions_are_cut_between_their_points():
     for row in tables["latencies"]:
         row["value_s"] *= 100 if row["policy"] == "homo" else 1
     [figure] = charts.latency_figures(document, tables)
-    assert "homo" in figure.charts[0]
+    assert "homo" in figure.charts[0][1]
     late = [row for row in tables["latencies"] if row["frac"] > 0.5]
     for row in late:
         row["value_s"] += 1000
     for row in tables["latencies"]:
         row["value_s"] += 50  # all beyond what is drawn
     [figure] = charts.latency_figures(document, tables)
-    assert "coral: 0" in figure.charts[0]
+    assert "coral: 0" in figure.charts[0][1]
 
 
 def test_without_jinja2_the_reason_and_the_cure_are_named(monkeypatch):
@@ -257,6 +259,14 @@ def test_without_jinja2_the_reason_and_the_cure_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(InputError, match=r"jinja2 is not installed .*coral-serve\[report\]"):
         evaluation_html(*evaluation(), time=TIME)
+
+
+def test_a_report_never_costs_what_it_reports_on(caplog, monkeypatch):
+    assert page_or_none(lambda: "<p>") == "<p>"
+    assert page_or_none(lambda: evaluation_html({}, {}, time=TIME)) is None
+    assert "no HTML report was made: KeyError" in caplog.text
+    monkeypatch.setattr("coral_core.report.page.can_render", lambda: False)
+    assert page_or_none(lambda: "<p>") is None
 
 
 def test_the_template_ships_with_the_package():
