@@ -19,16 +19,18 @@ def example(kind: str, group: str) -> object:
     return json.loads(block)
 
 
-@pytest.mark.parametrize("group", ["placement", "allocation"])
-def test_the_documented_answer_is_what_the_command_gives(group, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("group", "name"), [("placement", "placement"), ("allocation", "allocation"), ("allocation", "guarantees")]
+)
+def test_the_documented_answer_is_what_the_command_gives(group, name, tmp_path, capsys):
     from coral_core.cli.entry import run
 
     problem = tmp_path / "problem.json"
-    problem.write_text(json.dumps(example("problem", group)), encoding="utf-8")
+    problem.write_text(json.dumps(example("problem", name)), encoding="utf-8")
     assert run([group, "solve", str(problem), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer.keys() == example("answer", group).keys()
-    assert unordered(answer) == unordered(example("answer", group))
+    assert answer.keys() == example("answer", name).keys()
+    assert unordered(answer) == unordered(example("answer", name))
 
 
 def unordered(answer: dict) -> dict:
