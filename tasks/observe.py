@@ -14,7 +14,7 @@ import numpy as np
 from artifacts.fleets import list_runs
 from artifacts.library import LibrarySnapshot
 from artifacts.store import Store
-from coral_core.cloud.as_allocation import lower, running_of
+from coral_core.cloud.as_allocation import lower, pools_of, running_of
 from coral_core.cloud.fleet_view import holdings
 from coral_core.cloud.observe import observe_supply
 from coral_core.cloud.ports import StartFailure
@@ -104,7 +104,7 @@ def observed_problem(
     lowered: Mapping[Offer, int],
     max_usd_per_h: float,
 ) -> AllocationProblem:
-    """The scenario's problem with observed prices, availability and running fleet, within the limit of cost.
+    """The scenario's problem with observed prices, availability, shared quotas and running fleet, within the limit of cost.
 
     What an exclusion of the scenario forbids stays forbidden. Raises DataGapError where something is not known of nodes
     that run.
@@ -119,6 +119,7 @@ def observed_problem(
         available=np.where(np.isnan(arrays.price_usd_per_h), 0, arrays.available),
         price_usd_per_h=arrays.price_usd_per_h,
         running=tuple(r for r in running_of(seen.nodes) if r.region in problem.regions),
+        pools=pools_of(seen.supply, problem.regions, columns),
         options=replace(problem.options, budget_usd_per_h=None if math.isinf(limit) else limit),
     )
 

@@ -24,6 +24,7 @@ from coral_core.domain.allocation import (
     AllocationResult,
     DemandRow,
     Exclusion,
+    Pool,
     Preference,
     Running,
 )
@@ -223,6 +224,7 @@ def recorded_problem(decision: Mapping[str, Any], snapshot: LibrarySnapshot) -> 
         exclusions=tuple(Exclusion(**item) for item in decision.get("exclusions", ())),
         preferences=tuple(Preference(**item) for item in decision.get("preferences", ())),
         spot_configs=tuple(spot),
+        pools=tuple(Pool(**{**item, "units": tuple(map(tuple, item["units"]))}) for item in decision.get("pools", ())),
         churn_k=decision["churn_k"],
         options=AllocationOptions(**decision["options"]),
     )

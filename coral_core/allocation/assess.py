@@ -124,6 +124,27 @@ def within_budget(problem: AllocationProblem, counts: Ints) -> bool:
     return math.fsum(price.sum(axis=1) * counts[t, r]) <= budget * (1 + BUDGET_TOLERANCE_FRAC)
 
 
+def pool_units(problem: AllocationProblem) -> Floats:
+    """(pools, regions, configs): what a node takes of each pool."""
+    units = np.zeros((len(problem.pools), len(problem.regions), len(problem.configs)))
+    for k, pool in enumerate(problem.pools):
+        for config, amount in pool.units:
+            units[k, problem.regions.index(pool.region), problem.configs.index(config)] = amount
+    return units
+
+
+def pools_used(problem: AllocationProblem, counts: Ints) -> Floats:
+    """(pools,): what `counts` (templates, regions) take of each pool."""
+    nodes = counts.T @ problem.templates.nodes
+    return np.asarray((pool_units(problem) * nodes).sum(axis=(1, 2)))
+
+
+def within_pools(problem: AllocationProblem, counts: Ints) -> bool:
+    """Whether `counts` pass no pool, to within float noise."""
+    limits = np.array([pool.limit for pool in problem.pools])
+    return bool((pools_used(problem, counts) <= limits * (1 + BUDGET_TOLERANCE_FRAC)).all())
+
+
 def _missing(
     problem: AllocationProblem, coverage: Coverage, covered: Floats, of_floor: Floats, held: tuple[Ints, Ints]
 ) -> tuple[list[float], list[float]]:

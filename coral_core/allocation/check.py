@@ -42,6 +42,7 @@ def check_problem(problem: AllocationProblem) -> None:
     _check_exclusions(problem)
     _check_preferences(problem)
     _check_guarantees(problem)
+    _check_pools(problem)
     _amount(problem.churn_k, "churn_k")
     options = problem.options
     if not 0 <= options.gap_frac < 1:
@@ -182,6 +183,26 @@ def _check_preferences(problem: AllocationProblem) -> None:
         if (item.model, item.config, item.region) == (None, None, None):
             raise InputError("it prefers nothing to anything", where=where, fix="name a model, config or region")
         _check_names(problem, item, where)
+
+
+def _check_pools(problem: AllocationProblem) -> None:
+    seen: set[tuple[str, str]] = set()
+    for index, pool in enumerate(problem.pools):
+        where = f"pools[{index}]"
+        if pool.region not in problem.regions:
+            known = f"known: {list(problem.regions)}"
+            raise InputError(f"unknown region {pool.region!r}", where=f"{where}.region", fix=known)
+        if (pool.name, pool.region) in seen:
+            raise InputError(f"{pool.name!r} in {pool.region!r} appears twice", where=where)
+        seen.add((pool.name, pool.region))
+        _amount(pool.limit, f"{where}.limit")
+        _unique([config for config, _ in pool.units], f"{where}.units")
+        for config, amount in pool.units:
+            place = f"{where}.units.{config}"
+            if config not in problem.configs:
+                raise InputError(f"unknown config {config!r}", where=place, fix=f"known: {list(problem.configs)}")
+            if not 0 < amount < math.inf:
+                raise InputError(f"{amount} is not a finite number > 0", where=place)
 
 
 def _check_names(problem: AllocationProblem, item: Exclusion | Preference, where: str) -> None:

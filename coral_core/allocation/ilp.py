@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 
-from coral_core.allocation.assess import assess, result_of, within_budget
+from coral_core.allocation.assess import assess, result_of, within_budget, within_pools
 from coral_core.allocation.check import check_problem
 from coral_core.allocation.choosing import Choosing, solver_for
 from coral_core.allocation.columns import columns_of
-from coral_core.allocation.coverage import coverage_of, weight_unit
+from coral_core.allocation.coverage import Ints, coverage_of, weight_unit
 from coral_core.allocation.decompose import solve_blocks
 from coral_core.allocation.formulation import formulate
 from coral_core.allocation.fronts import Fronts
@@ -49,10 +49,10 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
     blocks = solve_blocks(problem, coverage, fronts, chosen, effort)
     staged = blocks.staged
     counted = {"columns_all": float(len(problem.templates) * len(problem.regions)), "columns": float(blocks.columns)}
-    settled = blocks.settled and within_budget(problem, staged.plan.counts)
+    settled = blocks.settled and _within_shared(problem, staged.plan.counts)
     joint = None if settled or not problem.options.reduce else solve_joint(problem, fronts, chosen, effort)
-    if joint is not None and not within_budget(problem, joint.staged.plan.counts):
-        joint = None  # it knows of no budget; within one, its plan and bounds hold
+    if joint is not None and not _within_shared(problem, joint.staged.plan.counts):
+        joint = None  # it knows of no budget nor pools; within them, its plan and bounds hold
     if joint is not None:
         staged = joint.staged
         counted["columns"] = float(joint.columns)
@@ -97,3 +97,8 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
     )
     verify_allocation(asked, result)
     return result
+
+
+def _within_shared(problem: AllocationProblem, counts: Ints) -> bool:
+    """Whether a plan made without budget and pools keeps them."""
+    return within_budget(problem, counts) and within_pools(problem, counts)

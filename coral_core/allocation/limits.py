@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from coral_core.allocation.assess import pools_used
 from coral_core.allocation.coverage import Floats, fraction
 from coral_core.allocation.prices import Prices
 from coral_core.allocation.reduce import excluded
@@ -24,10 +25,10 @@ class Limit:
     """A limit and how far the plan uses it. `binding`: the plan reaches it, or it has a price in the relaxation.
 
     `name` is what it limits (region and configuration, model and phase). `used` and `limit` are nodes for capacity,
-    instances for floors and caps, USD/h for the budget, and fractions of the demand for the rest: covered without spot nodes
+    instances for floors and caps, USD/h for the budget, units of a pool for `quota`, and fractions of the demand for the rest: covered without spot nodes
     (`on_demand`), served in a region (`region_demand`), left after the worst loss (`redundancy`), served by pairs against what
     would be if either phase could lie anywhere (`pd_same_region`). `shadow_usd_per_h` >= 0: what it would save, at the plan's
-    own shortfall, to have one more node (capacity), one instance more (cap) or less (floor), one USD/h more of budget, a whole
+    own shortfall, to have one more node (capacity), one instance more (cap) or less (floor), one USD/h more of budget, one unit more of a pool, a whole
     demand less to cover so (`on_demand`, `region_demand`, `redundancy`: in proportion for less), or one instance, the best,
     that may serve partners anywhere (`pd_same_region`) or is not excluded (`exclusion`).
     """
@@ -48,6 +49,7 @@ def limits_of(problem: AllocationProblem, result: AllocationResult, prices: Pric
 def _of_rows(problem: AllocationProblem, result: AllocationResult, prices: Prices) -> Iterator[Limit]:
     """Limits that are rows of the program; of redundancy all rows of a unit together."""
     used = prices.counts.T @ problem.templates.nodes
+    taken = pools_used(problem, prices.counts)
     redundancy: dict[int, float] = {}
     for (family, a, b), value in priced_rows(prices):
         if family is Family.CAPACITY:
@@ -61,6 +63,9 @@ def _of_rows(problem: AllocationProblem, result: AllocationResult, prices: Price
             budget = problem.options.budget_usd_per_h
             assert budget is not None
             yield _limit(family, ("fleet", "usd_per_h"), result.cost_usd_per_h, budget, value)
+        elif family is Family.QUOTA:
+            pool = problem.pools[a]
+            yield _limit(family, (pool.region, pool.name), float(taken[a]), pool.limit, value)
         elif family in (Family.FLOOR, Family.CAP):
             row = problem.demand[a]
             bound = row.min_instances if family is Family.FLOOR else row.max_instances

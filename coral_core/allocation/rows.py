@@ -23,6 +23,7 @@ class Family(StrEnum):
     FLOOR = "floor"
     CAP = "cap"
     BUDGET = "budget"
+    QUOTA = "quota"
     ON_DEMAND = "on_demand"
     REGION_DEMAND = "region_demand"
     REDUNDANCY = "redundancy"

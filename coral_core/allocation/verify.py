@@ -24,12 +24,13 @@ class PlanViolationError(SolverError):
 def verify_allocation(problem: AllocationProblem, result: AllocationResult) -> None:
     """Raise PlanViolationError unless the plan respects every limit and states its cost, shortfall and bound rightly.
 
-    Checked: names and counts, capacity per region and configuration, exclusions, budget, caps, floors and their deficit, shortfall of every
+    Checked: names and counts, capacity per region and configuration, pools, exclusions, budget, caps, floors and their deficit, shortfall of every
     row (by one variant in one region where that is on, in the regions asked for, without spot nodes as far as asked for) and how much of it is
     missing redundancy alone, cost, churn, preferences, bound <= objective, and the status against the gap.
     """
     held = _counts(problem, result)
     _check_capacity(problem, held)
+    _check_pools(problem, held)
     _check_exclusions(problem, held)
     _check_rows(problem, result, held)
     _check_cost(problem, result, held)
@@ -63,6 +64,23 @@ def _check_capacity(problem: AllocationProblem, held: dict[tuple[int, int], int]
             raise PlanViolationError(
                 f"{nodes} nodes of {problem.configs[c]!r} used, {problem.available[r, c]} available",
                 where=f"regions.{problem.regions[r]}.{problem.configs[c]}",
+            )
+
+
+def _check_pools(problem: AllocationProblem, held: dict[tuple[int, int], int]) -> None:
+    for index, pool in enumerate(problem.pools):
+        units = dict(pool.units)
+        used = math.fsum(
+            units.get(problem.configs[c], 0.0) * nodes * count
+            for (t, r), count in held.items()
+            if problem.regions[r] == pool.region
+            for c, nodes in enumerate(problem.templates.nodes[t].tolist())
+            if nodes
+        )
+        if not used <= pool.limit * (1 + _BUDGET_TOLERANCE):
+            raise PlanViolationError(
+                f"{used:g} of {pool.name!r} in {pool.region!r} used, the limit is {pool.limit:g}",
+                where=f"pools[{index}]",
             )
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from coral_core.cloud.fleet_view import Instance, gather
-from coral_core.cloud.supply import PlanningArrays
-from coral_core.domain.allocation import InstanceCount, Running
+from coral_core.cloud.supply import PlanningArrays, Supply
+from coral_core.domain.allocation import InstanceCount, Pool, Running
 from coral_core.domain.fleet import InstanceSpec, Node, Offer, Wanted
 from coral_core.domain.hardware import Market, market_name, split_market
 from coral_core.errors import unknown_name
@@ -44,6 +44,22 @@ def wanted_of(instances: Iterable[InstanceCount], specs: Mapping[str, InstanceSp
             raise unknown_name("template", template, specs, where=f"instances[{index}]")
         wanted.append(Wanted(spec=specs[template], region=item.region, market=market, count=item.count))
     return tuple(wanted)
+
+
+def pools_of(supply: Supply, regions: Sequence[str], columns: Sequence[tuple[str, Market]]) -> tuple[Pool, ...]:
+    """The quotas that several of the problem's columns share; one of a single column is in its availability already."""
+    pools = []
+    for pool in supply.pools:
+        units = tuple(
+            (market_name(config, market), float(pool.vcpus[pool.region, config, market]))
+            for config, market in columns
+            if (pool.region, config, market) in pool.vcpus
+        )
+        if pool.region in regions and len(units) > 1:
+            # What others use beyond the quota leaves nothing, and takes nothing away.
+            limit = max(pool.free_vcpus, 0.0)
+            pools.append(Pool(name=pool.pool, region=pool.region, limit=limit, units=units))
+    return tuple(pools)
 
 
 def lower(

@@ -17,6 +17,7 @@ from coral_core.domain.allocation import (
     AllocationResult,
     DemandRow,
     Exclusion,
+    Pool,
     Preference,
     Running,
     Shortfall,
@@ -88,6 +89,13 @@ class _Options(_Strict):
     solver: Literal["auto", "gurobi", "highs"] = "auto"
 
 
+class _Pool(_Strict):
+    name: Name
+    region: Name
+    limit: Amount
+    units: dict[Name, Amount]
+
+
 class _Problem(_Strict):
     regions: dict[Name, dict[Name, _Nodes]]
     templates: list[_Template]
@@ -96,6 +104,7 @@ class _Problem(_Strict):
     exclusions: list[_Exclusion] = []
     preferences: list[_Preference] = []
     spot_configs: list[Name] = []
+    pools: list[_Pool] = []
     churn_k: Amount = 0.0
     options: _Options = _Options()
 
@@ -145,6 +154,10 @@ def _problem(item: object) -> AllocationProblem:
         exclusions=tuple(Exclusion(**item.model_dump()) for item in data.exclusions),
         preferences=tuple(Preference(**item.model_dump()) for item in data.preferences),
         spot_configs=tuple(data.spot_configs),
+        pools=tuple(
+            Pool(name=pool.name, region=pool.region, limit=pool.limit, units=tuple(pool.units.items()))
+            for pool in data.pools
+        ),
         churn_k=data.churn_k,
         options=AllocationOptions(**data.options.model_dump()),
     )

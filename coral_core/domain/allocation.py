@@ -89,6 +89,16 @@ class Preference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """A quota that configurations share in a region: the sum of `units` per node (vCPUs, say) x nodes is at most `limit`."""
+
+    name: str
+    region: str
+    limit: float
+    units: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationOptions:
     """Switches of the named constraint families, and the solver's limits.
 
@@ -109,7 +119,7 @@ class AllocationProblem:
 
     `available` (R, C) counts all nodes we may hold, those running included. `price_usd_per_h` is (R, C), NaN where a
     configuration is not sold (then `available` must be 0). A configuration is of one market: those in `spot_configs` may be
-    taken away at any time. `churn_k` = start-up time / interval.
+    taken away at any time. `pools`: what configurations share, beside `available`. `churn_k` = start-up time / interval.
     """
 
     regions: tuple[str, ...]
@@ -122,6 +132,7 @@ class AllocationProblem:
     exclusions: tuple[Exclusion, ...] = ()
     preferences: tuple[Preference, ...] = ()
     spot_configs: tuple[str, ...] = ()
+    pools: tuple[Pool, ...] = ()
     churn_k: float = 0.0
     options: AllocationOptions = field(default_factory=AllocationOptions)
 

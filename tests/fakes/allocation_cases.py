@@ -146,6 +146,10 @@ def allowed(doc, plan):
             banned = item.get("model", template["model"]) == template["model"] and item.get("region", r) == r
             if n and banned and ("config" not in item or item["config"] in nodes):
                 return False
+    for pool in doc.get("pools", []):
+        own = [(doc["templates"][t]["nodes"], n) for (t, r), n in plan.items() if r == pool["region"]]
+        if sum(n * k * pool["units"].get(c, 0) for nodes, n in own for c, k in nodes.items()) > pool["limit"]:
+            return False
     return cost <= doc["options"].get("budget_usd_per_h", math.inf)
 
 
@@ -254,6 +258,19 @@ def restrictions(draw, doc):
         exclusions += [item] if item else []
     options = {"budget_usd_per_h": draw(st.integers(0, 400)) / 2 + 0.00012345} if draw(st.booleans()) else {}
     return {**doc, "exclusions": exclusions, "options": doc["options"] | options}
+
+
+@st.composite
+def shared_quotas(draw, doc):
+    """Pools that configurations of a region share; some of them bind."""
+    configs = all_configs(doc)
+    pools = []
+    for region in doc["regions"]:
+        for number in range(draw(st.integers(0, 2)) if configs else 0):
+            units = draw(st.dictionaries(st.sampled_from(configs), st.sampled_from([4, 8, 48, 96]), min_size=1))
+            limit = draw(st.sampled_from([0, 7, 8, 16, 48, 100, 192, 200]))
+            pools.append({"name": f"q{number}", "region": region, "limit": limit, "units": units})
+    return {**doc, "pools": pools}
 
 
 def all_configs(doc):

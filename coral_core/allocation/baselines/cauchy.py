@@ -66,7 +66,7 @@ def cauchy(
 
     Demand of phase `aggregated` is not served (a shortfall): the method is disaggregated. Statistics: combos
     `considered` and kept (`columns`), seconds. Raises InputError for a problem without a clear meaning,
-    UnsupportedFamilyError where a row asks for a spare instance.
+    UnsupportedFamilyError where a row asks for a spare instance, or configurations share a quota.
     """
     started = time.perf_counter()
     check_problem(problem)
@@ -76,6 +76,12 @@ def cauchy(
             f"cauchy has no way to keep a spare instance, which {spare} asks for",
             where="policy cauchy",
             fix="compare with homo and homo_joint, or leave spare_instances out",
+        )
+    if problem.pools:
+        raise UnsupportedFamilyError(
+            f"cauchy has no way to share the quota {problem.pools[0].name} between configurations",
+            where="policy cauchy",
+            fix="compare with homo and homo_joint, or leave the pools out",
         )
     problem = homogeneous(problem)
     coverage = coverage_of(problem)

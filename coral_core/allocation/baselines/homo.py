@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coral_core.allocation.assess import Assessment, assess, result_of, running_counts
+from coral_core.allocation.assess import Assessment, assess, pool_units, result_of, running_counts
 from coral_core.allocation.baselines.homo_joint import homogeneous
 from coral_core.allocation.check import MAX_COUNT, check_problem
 from coral_core.allocation.coverage import DEMAND_TOLERANCE_FRAC, Bools, Coverage, Floats, Ints, coverage_of
@@ -103,6 +103,9 @@ class _Greedy:
         self.paid = np.asarray(self.nodes.astype(np.float64) @ real_prices(problem).T)
         self.counted = counted_usd_per_h(problem)
         self.banned = excluded(problem) | banned[:, None]
+        self.limit = np.array([pool.limit for pool in problem.pools])
+        # (pools, templates, regions): what an instance takes
+        self.taken = np.einsum("tc,krc->ktr", self.nodes, pool_units(problem))
         rows = len(problem.demand)
         self.frac = np.zeros((rows, len(problem.templates)))
         self.enters = np.zeros((rows, len(problem.templates)), dtype=bool)
@@ -219,7 +222,11 @@ class _Greedy:
 
     def _fits(self, region: int) -> Bools:
         fits: Bools = (self.nodes <= self.left[region]).all(axis=1) & ~self.banned[:, region]
+        fits &= (self.taken[:, :, region] <= self._left_of_pools()[:, None]).all(axis=0)
         return fits & (self.paid[:, region] <= self._money()) if self._money() < math.inf else fits
+
+    def _left_of_pools(self) -> Floats:
+        return np.asarray(self.limit - (self.taken * self.counts).sum(axis=(1, 2)))
 
     def _money(self) -> float:
         budget = self.problem.options.budget_usd_per_h
@@ -255,6 +262,9 @@ class _Greedy:
         """Instances that fit, at one price: up to what runs, or beyond it."""
         used = self.nodes[t] > 0
         room = int((self.left[r, used] // self.nodes[t, used]).min())
+        shared = self.taken[:, t, r] > 0
+        if shared.any():
+            room = min(room, int((self._left_of_pools()[shared] // self.taken[shared, t, r]).min()))
         if self.counts[t, r] < self.running[t, r]:
             room = min(room, int(self.running[t, r] - self.counts[t, r]))
         for row, demand in enumerate(self.problem.demand):
