@@ -36,7 +36,8 @@ from coral_core.report.figures import usd
 from coral_core.report.plan_report import headline, instances_table, unmet_text
 from flows.events import tell_shortfall
 from flows.parameters import ReallocateParameters, artifact_key
-from tasks.apply import Done, Goal, Job, carry_out, given_back_on_error, holder_text, open_job, take
+from flows.server import require_server
+from tasks.apply import Done, Goal, Job, carry_out, check_limits, given_back_on_error, holder_text, open_job, take
 from tasks.observe import Observation
 from tasks.reallocate import Wish, check_acting, goal_of, plan_from, record_plan, record_unacted, see, why_outdated
 from tasks.reallocate import dry_run as what_a_run_would_do
@@ -76,6 +77,8 @@ def reallocate(params: ReallocateParameters = ReallocateParameters()) -> Realloc
         stored = make_plan(job, wish, observe(job, wish), {})
         return Reallocated(outcome=Outcome.PLANNED, message=headline(stored.plan), plan_url=stored.record.urls[PLAN])
     check_acting(job, wish)
+    if params.mode == "approve":
+        require_server()  # a server that lives as long as this run has no page to answer in
     lowered: dict[Offer, int] = {}
     for turns_left in reversed(range(MOST_PLANS)):
         done = turn(job, wish, params, lowered)
@@ -94,7 +97,9 @@ def turn(
     """One plan, asked about where that is due, and carried out under one lease."""
     approved = None
     if params.mode == "approve":
-        approved = make_plan(job, wish, observe(job, wish), lowered)
+        seen = observe(job, wish)
+        approved = make_plan(job, wish, seen, lowered)
+        check_limits(goal_of(job, wish, approved, seen, mode="approve"))  # nobody is asked about what cannot be
         unapproved = ask(job, params, approved)
         if unapproved is not None:
             return unapproved

@@ -31,6 +31,7 @@ from artifacts.leases import Lease, LeaseTaken, LeaseTerms, take_lease
 from artifacts.plans import PLAN, read_plan
 from artifacts.store import Store, open_store
 from coral_core.cloud.apply import apply_plan, preview_plan
+from coral_core.cloud.budget import check_plan
 from coral_core.cloud.fleet_view import gather
 from coral_core.cloud.ports import ApplyPolicy, ApplyReport, ApplyStatus, FleetEvent, Ports, Preview
 from coral_core.cloud.steps import Action, ReconcilePolicy, step_lines
@@ -153,6 +154,11 @@ def check_patience(job: Job) -> None:
             where="lease_s",
             fix=f"give at least {least_s:g} s",
         )
+
+
+def check_limits(goal: Goal) -> None:
+    """Raise ProvisionError for a goal that passes its own limits; see `budget.check_plan`."""
+    check_plan(_fleet_plan(goal, None, None), goal.limits)
 
 
 def carry_out(job: Job, lease: Lease, goal: Goal) -> Done:

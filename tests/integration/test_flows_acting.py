@@ -334,6 +334,12 @@ def test_declined_and_unanswered_plans_change_nothing(prefect, rehearsal, tmp_pa
     assert truth(rehearsal) == ({}, 0)
 
 
+def test_nobody_is_asked_about_a_plan_beyond_the_limits(prefect, rehearsal, tmp_path):
+    state = reallocate(rehearsal, two_regions(tmp_path, 1), **{**ASKED, "max_nodes": 1})
+    assert state.is_failed()
+    assert "the plan passes the limit of 1 nodes" in state.message
+
+
 def test_a_plan_approved_too_late_is_made_and_asked_about_again(prefect, rehearsal, tmp_path):
     known = set()
     with ThreadPoolExecutor(1) as pool:
