@@ -13,7 +13,8 @@ import numpy as np
 from artifacts.canonical import canonical_json, sha256_hex
 from artifacts.library import LibrarySnapshot
 from coral_core import __version__
-from coral_core.allocation.explain import AllocationExplanation, Limit
+from coral_core.allocation.explain import AllocationExplanation
+from coral_core.allocation.limits import Limit
 from coral_core.config.allocation_file import allocation_result_to_json
 from coral_core.config.headroom import headroom_note, headroom_rows
 from coral_core.config.resolve import ResolvedModel, ResolvedScenario
@@ -234,9 +235,15 @@ def _notes(
     """What a reader must know beside the figures."""
     notes = [_unservable(model, phase, resolved) for model, phase in _without_templates(resolved, problem)]
     notes += [
-        f"{item.model} {item.phase.value}: {item.frac:.1%} of the demand is not met for want of nodes"
+        f"{item.model} {item.phase.value}: {item.unserved_frac:.1%} of the demand is not met for want of nodes"
         for item in result.shortfall
-        if item.frac > 0 and item.phase in _phases_with_templates(problem, item.model)
+        if item.unserved_frac > 0 and item.phase in _phases_with_templates(problem, item.model)
+    ]
+    notes += [
+        f"{item.model} {item.phase.value}: {item.after_loss_frac:.1%} of the demand would not be met after the loss of an "
+        "instance: there is no spare for it"
+        for item in result.shortfall
+        if item.spare_frac > 0
     ]
     sold = (~np.isnan(problem.price_usd_per_h)).tolist()
     nowhere = [name for c, name in enumerate(problem.configs) if not any(row[c] for row in sold)]

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coral_core.allocation.coverage import DEMAND_TOLERANCE_FRAC, SPARE_WEIGHT, Coverage, Floats, Ints
+from coral_core.allocation.coverage import DEMAND_TOLERANCE_FRAC, Coverage, Floats, Ints
 from coral_core.allocation.preferences import preference_usd_per_h
 from coral_core.domain.allocation import (
+    SPARE_WEIGHT,
     AllocationProblem,
     AllocationResult,
     AllocationStatus,

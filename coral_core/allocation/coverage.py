@@ -24,9 +24,6 @@ Bools = NDArray[np.bool_]
 DEMAND_TOLERANCE_FRAC = 1e-9
 """A row is met when its coverage is at least 1 minus this: room for float noise (3 x 0.333..), not for a shortage."""
 
-SPARE_WEIGHT = 0.1
-"""What demand that is served but would not survive a loss counts beside demand that is not served: serving comes first."""
-
 _WEIGHT_RANGE_MAX = 1e6
 
 

@@ -29,12 +29,12 @@ import numpy as np
 
 from coral_core.allocation.assess import Assessment, pool_units
 from coral_core.allocation.columns import Columns, useful_instances
-from coral_core.allocation.coverage import SPARE_WEIGHT, Bools, Coverage, Floats, Ints, fraction, weight_unit
+from coral_core.allocation.coverage import Bools, Coverage, Floats, Ints, fraction, weight_unit
 from coral_core.allocation.guarantees import Guarantees, Loss, Zone
 from coral_core.allocation.preferences import real_prices
 from coral_core.allocation.rows import Family, RowKey, Rows, Term, row_scale
 from coral_core.allocation.wide import WideProgram
-from coral_core.domain.allocation import AllocationProblem
+from coral_core.domain.allocation import SPARE_WEIGHT, AllocationProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from coral_core.domain.allocation import AllocationProblem, AllocationResult, AllocationStatus, DemandRow
+from coral_core.domain.allocation import SPARE_WEIGHT, AllocationProblem, AllocationResult, AllocationStatus, DemandRow
 from coral_core.domain.workload import Phase
 from coral_core.errors import SolverError
 
 _FRAC_TOLERANCE = 2e-9
 _COST_TOLERANCE = 1e-9
 _BUDGET_TOLERANCE = 1e-8
-_SPARE_WEIGHT = 0.1
 
 
 class PlanViolationError(SolverError):
@@ -126,7 +125,7 @@ def _missing(problem: AllocationProblem, held: dict[tuple[int, int], int], i: in
         kind = (problem.templates.models[t], problem.templates.phases[t])
         if any(problem.demand[k].spare_instances and _enters(*kind, problem.demand[k]) for k in together):
             after = max(after, 1.0 - _served(problem, {**held, (t, r): count - 1}, together))
-    spare = _SPARE_WEIGHT * (after - now)
+    spare = SPARE_WEIGHT * (after - now)
     return now + spare, spare
 
 

@@ -41,8 +41,15 @@ def solve(
                 [(item.template, item.region, item.count) for item in result.instances],
             )
             for item in result.shortfall:
-                if item.frac > 0:
-                    print_note(f"shortfall: {item.model} {item.phase.value} misses {item.frac:.2%} of its demand")
+                if item.unserved_frac > 0:
+                    print_note(
+                        f"shortfall: {item.model} {item.phase.value} misses {item.unserved_frac:.2%} of its demand"
+                    )
+                if item.spare_frac > 0:
+                    print_note(
+                        f"no spare: {item.model} {item.phase.value} would miss {item.after_loss_frac:.2%} of its demand "
+                        "after the loss of an instance"
+                    )
     missing = [index for index, result in enumerate(results) if not result.full]
     if require_full and missing:
         print_note(f"coral: not fully met: problem {', '.join(map(str, missing))}")

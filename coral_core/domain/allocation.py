@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coral_core.domain.workload import Phase
+
+SPARE_WEIGHT: Final = 0.1
+"""What demand that is served but would not survive a loss counts beside demand that is not served: serving comes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +161,8 @@ class InstanceCount:
 class Shortfall:
     """Demand of a row that no affordable or available capacity meets; `frac` of the row's demand.
 
-    `spare_frac` is the part of `frac` that is served, and only lacks what `spare_instances` asks for.
+    `spare_frac` is the part of `frac` that is served, and only lacks what `spare_instances` asks for: SPARE_WEIGHT times the
+    fraction of the demand that is served now and would not be after the worst loss.
     """
 
     model: str
@@ -166,6 +171,16 @@ class Shortfall:
     requests_per_s: float | None
     frac: float
     spare_frac: float = 0.0
+
+    @property
+    def unserved_frac(self) -> float:
+        """The fraction of the demand that is not served."""
+        return self.frac - self.spare_frac
+
+    @property
+    def after_loss_frac(self) -> float:
+        """The fraction that would not be served after the worst loss, where a spare is asked for; else `unserved_frac`."""
+        return self.unserved_frac + self.spare_frac / SPARE_WEIGHT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

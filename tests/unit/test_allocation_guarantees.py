@@ -331,3 +331,13 @@ def test_mistakes_in_the_file_are_placed(old, new, place, tmp_path):
     with pytest.raises(InputError) as caught:
         read_allocation_file(path)
     assert place in str(caught.value)
+
+
+def test_the_table_tells_a_missing_spare_from_unserved_demand(tmp_path, capsys):
+    from coral_core.cli.entry import run
+
+    path = tmp_path / "problem.json"
+    path.write_text(FILE.replace('"available": 4', '"available": 1').replace('{"r": 0.5}', "{}"))
+    assert run(["allocation", "solve", str(path)]) == 0
+    assert "would miss 100.00% of its demand after the loss" in capsys.readouterr().err
+    assert run(["allocation", "solve", str(path), "--require-full"]) == 3
