@@ -58,7 +58,7 @@ def pools_of(supply: Supply, regions: Sequence[str], columns: Sequence[tuple[str
         if pool.region in regions and len(units) > 1:
             # What others use beyond the quota leaves nothing, and takes nothing away.
             limit = max(pool.free_vcpus, 0.0)
-            pools.append(Pool(name=pool.pool, region=pool.region, limit=limit, units=units))
+            pools.append(Pool(name=f"vCPU quota {pool.pool}", region=pool.region, limit=limit, units=units))
     return tuple(pools)
 
 

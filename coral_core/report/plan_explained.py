@@ -15,6 +15,7 @@ _FAMILIES = {
     "floor": "least instances",
     "cap": "most instances",
     "budget": "budget in USD/h",
+    "quota": "quota that nodes share",
     "on_demand": "share served without spot nodes",
     "region_demand": "share served in a region",
     "redundancy": "share left after a loss",

@@ -8,13 +8,13 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from coral_core.cloud.as_allocation import lower, market_name, running_of, split_market, wanted_of
+from coral_core.cloud.as_allocation import lower, market_name, pools_of, running_of, split_market, wanted_of
 from coral_core.cloud.fleet_view import holdings
 from coral_core.cloud.observe import MaxAge, Sources, observe_supply
 from coral_core.cloud.ports import StartFailure
 from coral_core.cloud.provisioner import CloudBusyError, Refusal
 from coral_core.cloud.supply import Gap, GapKind, Reading, Supply, planning_arrays
-from coral_core.domain.allocation import InstanceCount, Running
+from coral_core.domain.allocation import InstanceCount, Pool, Running
 from coral_core.domain.fleet import FleetId
 from coral_core.domain.hardware import Market
 from coral_core.errors import DataGapError, InputError, ProvisionError
@@ -212,6 +212,20 @@ def test_offers_of_one_pool_share_it():
     assert supply.pool_excess({OFFER: 3, ("east", "b", Market.ON_DEMAND): 2}) == ()
     assert supply.pool_excess({OFFER: 4, ("east", "b", Market.ON_DEMAND): 2}) == (pool,)
     assert observe(Table(limit={})).pools == ()
+
+
+def test_shared_quotas_become_pools_of_the_allocation():
+    supply = observe(Table())
+    columns = [("a", Market.ON_DEMAND), ("b", Market.ON_DEMAND), ("a", Market.SPOT)]
+    # Of the spot pool there is one column only: its availability says it already.
+    assert pools_of(supply, ["east"], columns) == (
+        Pool(name="vCPU quota pool", region="east", limit=30.0, units=(("a", 4.0), ("b", 8.0))),
+    )
+    both = [*columns, ("b", Market.SPOT)]
+    assert [pool.units for pool in pools_of(supply, ["east"], both)][1] == (("a@spot", 4.0), ("b@spot", 8.0))
+    assert pools_of(supply, ["west"], columns) == ()
+    crowded = observe(Table(others={"pool": 50}))
+    assert [pool.limit for pool in pools_of(crowded, ["east"], columns)] == [0.0]
 
 
 def test_ages_can_be_allowed_to_be_longer():
