@@ -180,6 +180,7 @@ class TeardownParameters(BaseModel):
         default=(), description="Regions to look in besides all that the fleet has ever been in."
     )
     dry_run: bool = Field(default=False, description="Only list the steps.")
+    confirm: str = Field(default="", description="The fleet's name once more, to release all of it.")
     acting: ActingParameters = ActingParameters()
 
     @property

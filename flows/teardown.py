@@ -11,6 +11,7 @@ from artifacts.fleets import RESULT
 from artifacts.leases import Lease, LeaseTaken
 from artifacts.prefect_ui import publish_objects, publish_table
 from coral_core.config.settings import load_settings
+from coral_core.errors import InputError
 from flows.parameters import TeardownParameters, artifact_key
 from flows.reallocate import Reallocated, ended
 from tasks.apply import Done, Goal, Job, carry_out, check_patience, given_back_on_error, holder_text, open_job, take
@@ -31,6 +32,8 @@ def teardown(params: TeardownParameters = TeardownParameters()) -> Reallocated |
     check_patience(job)
     if params.dry_run:
         return show_release(job, release_of(job, params.regions))
+    if params.confirm != job.fleet:
+        raise InputError(f"fleet {job.fleet} is not confirmed", where="confirm", fix="give the fleet's name there too")
     lease = take(job)
     if isinstance(lease, LeaseTaken):
         held = Reallocated(outcome="lease_held", message=str(lease))

@@ -172,8 +172,10 @@ def test_three_epochs_of_changing_demand_prices_and_capacity(prefect, store, aws
     epoch(1, SPOT)  # spot nodes where EC2 quotes them
     assert {item["market"] for item in read_plan(store, "blue").plan["instances"]} == {"spot"}
     assert costs[2] < costs[0] < costs[1]
-    assert status_document(job_of(store))["cost_usd_per_h"] == pytest.approx(costs[2])
 
+    assert "fleet blue is not confirmed" in teardown(store, confirm="").message
+    assert teardown(store, dry_run=True, confirm="").result().message.startswith("dry run: ")
+    assert status_document(job_of(store))["cost_usd_per_h"] == pytest.approx(costs[2])
     state = teardown(store)
     assert state.is_completed(), state
     assert [aws.machines(region) for region in REGIONS] == [[], []]
