@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from coral_core.domain.allocation import SPARE_WEIGHT
 from coral_core.report.figures import figure, stages_text, throughput_text, usd
 from coral_core.report.plan_explained import limits_table, marginal_table, relaxation_text
 
@@ -132,9 +133,16 @@ def baselines_table(plan: Mapping[str, Any], decision: Mapping[str, Any]) -> Pla
 
 
 def unmet_text(answer: Mapping[str, Any]) -> str:
-    """`none`, or which model and phase lacks which part of its demand, or how many instances of its floor."""
+    """`none`, or which model and phase lacks which part of its demand, a spare for it, or instances of its floor."""
     missing = [
-        f"{item['model']} {item['phase']} {item['frac']:.1%}" for item in answer["shortfall"] if item["frac"] > 0
+        f"{item['model']} {item['phase']} {unserved:.1%}"
+        for item in answer["shortfall"]
+        if (unserved := item["frac"] - item.get("spare_frac", 0.0)) > 0
+    ]
+    missing += [
+        f"{item['model']} {item['phase']} would lose {item['spare_frac'] / SPARE_WEIGHT:.1%} with an instance"
+        for item in answer["shortfall"]
+        if item.get("spare_frac")
     ]
     missing += [
         f"{item['model']} {item['phase']} {item['instances']} instances below its floor"

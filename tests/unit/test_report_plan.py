@@ -6,7 +6,14 @@ import pytest
 
 from coral_core.report.figures import figure, stages_text, throughput_text, usd
 from coral_core.report.plan_explained import limits_table, marginal_table, relaxation_text, template_facts
-from coral_core.report.plan_report import change_text, headline, instances_table, plan_markdown, plan_tables
+from coral_core.report.plan_report import (
+    change_text,
+    headline,
+    instances_table,
+    plan_markdown,
+    plan_tables,
+    unmet_text,
+)
 
 STAGES = [{"layers": 26, "nodes": ["big"]}, {"layers": 14, "nodes": ["small", "small"]}]
 
@@ -136,6 +143,28 @@ def test_the_headline_says_first_what_is_not_met():
     )
     assert "DEMAND NOT MET: m decode 12.3%, m decode 2 instances below its floor" in headline(short)
     assert "NOT within the wished gap" in headline(short)
+
+
+def test_what_is_served_without_a_spare_is_told_apart_from_what_is_not_served():
+    row = {"model": "m", "phase": "decode", "frac": 0.332, "spare_frac": 0.035}
+    assert unmet_text(plan(shortfall=[row])) == "m decode 29.7%, m decode would lose 35.0% with an instance"
+    exposed = row | {"frac": 0.035}
+    assert unmet_text(plan(shortfall=[exposed])) == "m decode would lose 35.0% with an instance"
+
+
+def test_a_baseline_without_an_answer_says_why():
+    decision = DECISION | {"baselines_left_out": {"cauchy": "it has no spare to keep"}}
+    table = plan_tables(plan(), decision)[-1]
+    assert table.rows[-1] == ("cauchy", None, None, "it has no spare to keep")
+
+
+def test_preferences_and_markets_are_shown_where_there_are_any():
+    assert "preferences" not in headline(plan())
+    assert "(preferences count as 0.50 USD/h more)" in headline(plan(preference_usd_per_h=0.5))
+    assert "with start-up and preferences;" in relaxation_text(EXPLANATION, plan(preference_usd_per_h=0.5))
+    table = instances_table(plan(instances=[instance(market="spot", variant="fp8"), instance()]))
+    cells = [dict(zip(table.columns, row, strict=True)) for row in table.rows[:2]]
+    assert [(cell["market"], cell["variant"]) for cell in cells] == [("spot", "fp8"), ("on demand", None)]
 
 
 def test_changes_are_shown_only_where_something_runs():
