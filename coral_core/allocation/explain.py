@@ -79,26 +79,22 @@ def _marginal(problem: AllocationProblem, result: AllocationResult, prices: Pric
 
 
 def _usd_per_whole_demand(problem: AllocationProblem, prices: Prices) -> list[float]:
-    """Per demand row: the rate of the relaxed objective per fraction of the row; regions weigh as the plan serves them.
+    """Per demand row: the rate of the relaxed objective per fraction of the row; regions weigh as the relaxation serves them.
 
     Where a row must be covered without spot nodes, in certain regions or with a spare, the next unit must be so too.
     """
     usd = [0.0] * len(prices.assessment.deficit)
-    partner = {i: pair for pair in prices.coverage.pairs for i in pair}
-    by_region: dict[int, dict[int, float]] = {}
+    pair_of = {i: k for k, pair in enumerate(u for u in prices.formulation.units if len(u) > 1) for i in pair}
+    served = prices.formulation.served(prices.relaxation.x)
     for (family, i, b), value in priced_rows(prices):
-        if family is Family.DEMAND or (family is Family.REDUNDANCY and i not in partner):
+        if family is Family.DEMAND or (family is Family.REDUNDANCY and i not in pair_of):
             usd[i] += value
         elif family is Family.ON_DEMAND:
             usd[i] += value * problem.demand[i].on_demand_frac
-        elif family is Family.REGION_DEMAND and i not in partner:
+        elif family is Family.REGION_DEMAND and i not in pair_of:
             usd[i] += value * dict(prices.coverage.region_fracs[i])[b]
         elif family is Family.LEFT:
-            usd[i] += value * float(prices.point[b])
+            usd[i] += value * float(prices.relaxation.x[b])
         elif family is Family.REGION:
-            by_region.setdefault(i, {})[b] = value
-    for i, duals in by_region.items():
-        served = prices.assessment.covered_frac[list(partner[i])].min(axis=0)
-        total = float(served.sum())
-        usd[i] += sum(duals[r] * float(served[r]) for r in duals) / total if total > 0 else max(duals.values())
+            usd[i] += value * float(served[pair_of[i], b])
     return usd

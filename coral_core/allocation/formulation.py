@@ -107,6 +107,11 @@ class Formulation:
         self.guarantees.fill(x)
         return x
 
+    def served(self, x: Floats) -> Floats:
+        """(pairs, places): d of every pair in a solution."""
+        pairs = sum(len(unit) > 1 for unit in self.units)
+        return x[self.shortfall.stop : self.deficit.start].reshape(pairs, -1 if pairs else 0)
+
     def shortfalls(self, assessment: Assessment) -> list[float]:
         """The s of every unit and v of those that have one, in a plan."""
         short = [assessment.unserved_frac[unit[0]] for unit in self.units]

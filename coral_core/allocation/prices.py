@@ -28,13 +28,12 @@ from coral_core.solver.program import Solver
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """A plan's counts (templates, regions) and its solution `point` beside the relaxation that prices its limits."""
+    """A plan's counts (templates, regions) beside the relaxation that prices its limits."""
 
     coverage: Coverage
     counts: Ints
     assessment: Assessment
     formulation: Formulation
-    point: Floats
     relaxation: Relaxation
 
     def instances(self, row: int) -> int:
@@ -57,8 +56,7 @@ def price_plan(problem: AllocationProblem, result: AllocationResult, *, solver: 
     columns = replace(columns, upper=upper)
     formulation = formulate(problem, coverage, columns, capped=False)
     assessment = assess(problem, coverage, counts)
-    point = formulation.point(counts, assessment)
-    program = _at_plan(formulation, assessment, point)
+    program = _at_plan(formulation, assessment, formulation.point(counts, assessment))
     seed = np.flatnonzero(counts[columns.template, columns.region] > 0)
     effort = Effort(gap_frac=0.0, deadline_s=time.perf_counter() + problem.options.time_limit_s)
     relaxation = relax(program, solver or solver_for(problem.options.solver), effort, seed)
@@ -73,7 +71,6 @@ def price_plan(problem: AllocationProblem, result: AllocationResult, *, solver: 
         counts=counts,
         assessment=assessment,
         formulation=formulation,
-        point=point,
         relaxation=relaxation,
     )
 

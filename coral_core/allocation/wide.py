@@ -134,6 +134,7 @@ class Relaxation:
     reduced: Floats
     active: Ints
     objective: float
+    x: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +189,10 @@ def relax(program: WideProgram, solver: Solver, effort: Effort, seed: Ints) -> R
             return best
         duals, bound, reduced = program.price(answer.row_duals / scale)
         if best is None or bound > best.bound:
+            x = np.zeros(len(program.objective))
+            x[columns] = answer.x
             best = Relaxation(
-                duals=duals, bound=bound, reduced=reduced, active=active, objective=answer.objective / scale
+                duals=duals, bound=bound, reduced=reduced, active=active, objective=answer.objective / scale, x=x
             )
         gain = -reduced[: program.n_wide] * np.minimum(wide_upper, 1.0)
         gain[active] = 0.0

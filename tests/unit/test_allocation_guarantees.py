@@ -341,3 +341,20 @@ def test_the_table_tells_a_missing_spare_from_unserved_demand(tmp_path, capsys):
     assert run(["allocation", "solve", str(path)]) == 0
     assert "would miss 100.00% of its demand after the loss" in capsys.readouterr().err
     assert run(["allocation", "solve", str(path), "--require-full"]) == 3
+
+
+@pytest.mark.parametrize("row", [{"spare_instances": 1}, {"region_fracs": (("west", 0.4),)}, {}])
+def test_the_next_token_costs_what_the_relaxation_pays_for_it(row):
+    """By a finite difference at the same plan, whose instances leave room for the step."""
+    problem = pair_problem(**row)
+    problem = replace(problem, templates=replace(problem.templates, throughput=np.array([112.0, 130.0, 0.6])))
+    result = solve_allocation(problem)
+    base = explain_allocation(problem, result)
+    for i, cost in enumerate(base.marginal):
+        step = 0.01
+        more = tuple(
+            replace(other, tokens_per_s=other.tokens_per_s + step * (k == i)) for k, other in enumerate(problem.demand)
+        )
+        after = explain_allocation(replace(problem, demand=more), result)
+        found = (after.relaxed_objective_usd_per_h - base.relaxed_objective_usd_per_h) / step
+        assert cost.usd_per_h_per_unit == pytest.approx(found, rel=0.02, abs=1e-6)
