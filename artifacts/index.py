@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
-from artifacts.keys import fleet_group, index_key, library_group, manifest_key, plan_group, time_text
+from artifacts.group_pages import group_page
+from artifacts.keys import INDEX, fleet_group, index_key, library_group, manifest_key, plan_group, time_text
 from artifacts.library import list_libraries, list_versions, read_manifest
 from artifacts.plans import DECISION, PAGE, PLAN, REPORT, list_fleets, list_plans
 from artifacts.store import Store
@@ -15,19 +16,15 @@ from coral_core.errors import CoralError, StoreError
 _LOG: Final = logging.getLogger(__name__)
 _NEWEST: Final = 20
 
-_ROOT: Final = """# Coral's store
-
-| group | what lies there |
-| --- | --- |
-| [profiles/](profiles/index.md) | measured layer times |
-| [libraries/](libraries/index.md) | serving templates, in versioned snapshots |
-| [plans/](plans/index.md) | what was decided for each fleet, and why |
-| [evaluations/](evaluations/index.md) | simulated comparisons |
-| [fleets/](fleets/index.md) | what was observed of each fleet, and done |
-| [leases/](leases/index.md) | who may change a fleet at present |
-
-Nothing here is changed after it was written, but the index pages. Do not edit or move single files.
-"""
+_GROUPS: Final = {
+    "profiles": "measured layer times",
+    "libraries": "serving templates, in versioned snapshots",
+    "plans": "what was decided for each fleet, and why",
+    "evaluations": "simulated comparisons",
+    "fleets": "whose each fleet is, and where it has been",
+    "leases": "who may change a fleet at present",
+}
+_WITHOUT_OWN_PAGES: Final = ("profiles", "fleets", "leases")
 
 
 def index_libraries(store: Store, library: str) -> bool:
@@ -51,13 +48,30 @@ def index_plans(store: Store, fleet: str) -> bool:
 
 def _best_effort(store: Store, pages: dict[str, Callable[[], str]]) -> bool:
     try:
-        store.put("index.md", _ROOT.encode())
         for group, page in pages.items():
             store.put(index_key(group), page().encode())
+        there = store.list_groups("")
+        for group in _WITHOUT_OWN_PAGES:
+            if group in there:
+                store.put(index_key(group), group_page(store, group).encode())
+        store.put(INDEX, _root_page(store, there).encode())
     except CoralError as error:
         _LOG.warning("index pages were not written: %s", error)
         return False
     return True
+
+
+def _root_page(store: Store, there: Collection[str]) -> str:
+    rows = []
+    for group, text in _GROUPS.items():
+        if group in there:
+            has_page = store.exists(index_key(group))
+            rows.append((f"[{group}/]({index_key(group)})" if has_page else f"{group}/", text))
+    return (
+        "# Coral's store\n\n"
+        + _table(("group", "what lies there"), rows)
+        + "\nNothing here is changed after it was written, but the index pages. Do not edit or move single files.\n"
+    )
 
 
 def _libraries_page(store: Store) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from artifacts.canonical import canonical_json, parsed_object, sha256_hex
-from artifacts.keys import fleet_group, is_name, parse_time, plan_group, time_text
+from artifacts.keys import fleet_group, found_time, is_name, plan_group, time_text
 from artifacts.library import require_not_retired
 from artifacts.store import Store
 from coral_core.errors import InputError, StoreError
@@ -203,18 +203,9 @@ def list_plans(store: Store, fleet: str) -> list[datetime]:
     found = []
     for key in store.list_keys(group):
         folder, _, name = key.removeprefix(f"{group}/").rpartition("/")
-        if name == PLAN and (time := _time_of(folder)) is not None:
+        if name == PLAN and (time := found_time(folder)) is not None:
             found.append(time)
     return sorted(found)
-
-
-def _time_of(folder: str) -> datetime | None:
-    """The time that a folder stands for; None for a copy or anything else that people put beside the plans."""
-    try:
-        time = parse_time(folder)
-    except InputError:
-        return None
-    return time if time_text(time) == folder else None
 
 
 def list_fleets(store: Store) -> list[str]:

@@ -303,6 +303,19 @@ def test_every_link_of_a_page_leads_somewhere(store):
     assert "[log.txt](log.txt) | 14 B |" in inner
 
 
+def test_the_first_page_leads_to_every_group_that_is_there(store):
+    store.put("leases/blue/00000000000000000001.json", b"{}")
+    store.put("fleets/blue/identity.json", b"{}")
+    index_group(store, "evaluations/tiny")
+    assert index_libraries(store, "lib")
+    root = store.get("index.md").decode()
+    links = [part.partition(")")[0] for part in root.split("](")[1:]]
+    assert links == [f"{group}/index.md" for group in ("libraries", "evaluations", "fleets", "leases")]
+    assert set(links) <= set(store.list_keys(""))
+    assert "| blue/ | one object for each epoch" in store.get("leases/index.md").decode()
+    assert "[identity.json](blue/identity.json)" in store.get("fleets/index.md").decode()
+
+
 def test_a_page_is_bounded_and_an_empty_group_has_one(folder):
     for epoch in range(30):
         folder.put(f"leases/blue/{epoch:020d}.json", b"{}")

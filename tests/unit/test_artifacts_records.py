@@ -345,4 +345,4 @@ def test_an_index_that_cannot_be_written_stops_nobody(store, monkeypatch, caplog
 
     monkeypatch.setattr(Store, "put", refuse)
     assert not index_libraries(store, "lib")
-    assert "index pages were not written: index.md: permission denied" in caplog.text
+    assert "index pages were not written: libraries/index.md: permission denied" in caplog.text
