@@ -93,8 +93,8 @@ def test_more_nodes_or_memory_are_never_worth_less():
 
 
 def test_gpus_that_cannot_be_had_are_in_no_template():
-    (found,) = sensitivity(resolved(), models=["phi-4"], n_max=[2], rho=[12.0], sold_out=["L40S"])
-    (ample,) = sensitivity(resolved(), models=["phi-4"], n_max=[2], rho=[12.0])
+    (found,) = sensitivity(resolved(), models=["gpt-oss-20b"], n_max=[2], rho=[12.0], sold_out=["L40S"])
+    (ample,) = sensitivity(resolved(), models=["gpt-oss-20b"], n_max=[2], rho=[12.0])
     assert "L40S" in ample.best_nodes
     assert "L40S" not in found.best_nodes
     assert found.best_per_usd < ample.best_per_usd
