@@ -66,15 +66,13 @@ def publish_objects(key: str, store: Store, objects: Mapping[str, str], *, descr
 
     A page that came over http cannot open a local file, so there is no link to one, but its address.
     """
-    rows = []
+    lines = []
     for name, place in objects.items():
         object_key = place.removeprefix(f"{store.url}/")
         url, link = store.url_of(object_key), link_of(store, object_key)
         where = f"`{url}`" if link.startswith("file:") else f"[{url}]({link})"
-        rows.append(f"| {name} | {where} | `coral artifacts show {object_key}` |")
-    return publish_markdown(
-        key, "\n".join(["| object | where | in a terminal |", "| --- | --- | --- |", *rows]), description=description
-    )
+        lines += [f"**{name}**", f"- {where}", f"- `coral artifacts show {object_key}`", ""]  # a table cuts them off
+    return publish_markdown(key, "\n".join(lines), description=description)
 
 
 class ProgressReporter:

@@ -47,7 +47,7 @@ def _plan_on_news(client: SyncPrefectClient, fleet: str) -> AutomationCore:
         raise deployment_missing() from None
     return AutomationCore(
         name=f"coral: plan fleet {fleet} anew on news",
-        description="`coral fleet watch` saw something that cannot wait for the schedule, and no run is under way.",
+        description="The watch over the fleet saw something that cannot wait for the schedule, and no run is under way.",
         tags=[TAG],
         trigger=EventTrigger(
             expect={PLAN_WANTED},

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from artifacts.leases import LeaseTerms
 from coral_core.config.demand import DemandSpec
+from coral_core.config.form_titles import form_title
 from coral_core.config.scenario import PolicyName, scenario_names
 from coral_core.config.settings import load_settings
 from tasks.apply import Patience
@@ -35,7 +36,7 @@ def artifact_key(*parts: str) -> str:
 
 
 class _Parameters(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, field_title_generator=form_title)
 
     scenario: ScenarioName = "tiny"
 
@@ -103,7 +104,7 @@ ProviderChoice = Annotated[
 class ActingParameters(BaseModel):
     """How long a run that changes a fleet holds its lease, waits between looks, and goes on."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, field_title_generator=form_title)
 
     lease_s: float = Field(
         default=300.0,
@@ -171,7 +172,7 @@ class ReallocateParameters(_Parameters):
 class TeardownParameters(BaseModel):
     """Which fleet to release."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, field_title_generator=form_title)
 
     fleet: FleetName = ""
     provider: ProviderChoice = ""

@@ -58,7 +58,7 @@ def server_at_hand(port: int = DEFAULT_PORT) -> Iterator[tuple[str, bool]]:
         # A session of its own: Ctrl-C in a terminal reaches us, and the server outlives what is still to be told to it.
         process = subprocess.Popen(  # noqa: S603 - our own interpreter, a number as its only variable argument
             [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)],
-            env=os.environ | {"PREFECT_SERVER_UI_API_URL": url},
+            env=os.environ | {"PREFECT_SERVER_UI_API_URL": url, "PREFECT_UI_URL": url.removesuffix("/api")},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

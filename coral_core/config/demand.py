@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from coral_core.config.form_titles import form_title
 from coral_core.forecast import ForecastTuning
 from coral_core.forecast.methods import DAY_S, WEEK_S
 
@@ -16,7 +17,7 @@ PositiveSeconds = Annotated[float, Field(gt=0, le=30 * DAY_S, allow_inf_nan=Fals
 class DemandSpec(BaseModel):
     """How demand is told ahead, and how fast planned capacity follows it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, field_title_generator=form_title)
 
     method: Literal["scenario", "last", "ewma", "seasonal"] = Field(
         default="scenario",

@@ -97,8 +97,21 @@ class Served:
             stderr=subprocess.STDOUT,
         )
 
+    def end(self):
+        """By a signal that it can act on: killed outright, it would leave its server behind."""
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=120)
+        finally:
+            self.process.kill()
+            self.log.close()
+
     def said(self):
         return (self.folder / "serve.log").read_text()
+
+    def await_said(self, text):
+        await_(text, lambda: text in self.said() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.said()
 
     def ask(self, path, **body):
         """The answer of the API; its small database says 503 while somebody else writes."""
@@ -108,6 +121,12 @@ class Served:
 
     def _post(self, path, body):
         return httpx.post(f"{self.api}/{path}", json=body, timeout=30)
+
+    def rests(self):
+        """No run is under way or due; the scheduler may have made some more while it was being switched off."""
+        for run in self.runs("SCHEDULED"):
+            httpx.delete(f"{self.api}/flow_runs/{run['id']}", timeout=30)
+        return not self.runs("RUNNING", "PENDING", "SCHEDULED")
 
     def deployment(self):
         (found,) = self.ask("deployments/filter", deployments={"name": {"any_": ["reallocate"]}})
@@ -122,13 +141,10 @@ class Served:
 def served(tmp_path_factory, webhook):
     found = Served(tmp_path_factory.mktemp("served"), webhook[0])
     try:
-        await_("serving", lambda: "Ctrl-C ends" in found.said() or found.process.poll() is not None)
-        assert found.process.poll() is None, found.said()
+        found.await_said("Ctrl-C ends")
         yield found
     finally:
-        found.process.kill()
-        found.process.wait()
-        found.log.close()
+        found.end()
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +156,7 @@ def quiet(served):
     path = f"{served.api}/deployments/{found['id']}/schedules/{schedule['id']}"
     # The small database answers 503 while somebody else writes.
     await_("switching off", lambda: httpx.patch(path, json={"active": False}, timeout=30).is_success)
-    await_("rest", lambda: not served.runs("RUNNING", "PENDING", "SCHEDULED"))
+    await_("rest", served.rests)
     return served
 
 
@@ -247,15 +263,13 @@ def test_the_form_says_what_each_field_is_for(quiet):
 def test_an_interrupt_ends_all_that_was_started(tmp_path):
     served = Served(tmp_path, "", build=False)
     try:
-        await_("a run under way", lambda: "Beginning flow run" in served.said())
+        served.await_said("Beginning flow run")
         started = psutil.Process(served.process.pid).children(recursive=True)
         assert any("prefect" in " ".join(child.cmdline()) for child in started)
         served.process.send_signal(signal.SIGINT)
         assert served.process.wait(timeout=60) == 0, served.said()
     finally:
-        served.process.kill()
-        served.process.wait()
-        served.log.close()
+        served.end()
     _, alive = psutil.wait_procs(started, timeout=10)
     assert alive == []
     with pytest.raises(httpx.ConnectError):

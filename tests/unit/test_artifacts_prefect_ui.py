@@ -84,11 +84,11 @@ def test_stored_objects_are_shown_with_a_link_that_opens_and_the_command(shown, 
     publish_objects("stored", bucket, {"plan.json": bucket.url_of("plans/x/plan.json"), "all": "plans/x"})
     publish_objects("stored", folder, {"plan.json": folder.url_of("plans/x/plan.json")}, description="Where")
     (_, first), (_, second) = shown
-    plan, group = first["markdown"].splitlines()[2:]
-    assert plan.startswith("| plan.json | [s3://bucket/prefix/plans/x/plan.json](https://eu-west-1.console.aws")
-    assert plan.endswith("| `coral artifacts show plans/x/plan.json` |")
-    assert group.endswith("| `coral artifacts show plans/x` |")
-    assert f"| `{folder.url}/plans/x/plan.json` | `coral artifacts show plans/x/plan.json` |" in second["markdown"]
+    name, where, command, _, _, _, whole = first["markdown"].splitlines()
+    assert (name, command) == ("**plan.json**", "- `coral artifacts show plans/x/plan.json`")
+    assert where.startswith("- [s3://bucket/prefix/plans/x/plan.json](https://eu-west-1.console.aws")
+    assert whole == "- `coral artifacts show plans/x`"
+    assert second["markdown"].splitlines()[1:3] == [f"- `{folder.url}/plans/x/plan.json`", command]
     assert "](" not in second["markdown"]
 
 

@@ -66,3 +66,12 @@ def test_a_teardown_is_named_after_its_fleet(monkeypatch):
     assert TeardownParameters(fleet="blue").fleet_name == "blue"
     monkeypatch.setenv("CORAL_FLEET", "green")
     assert TeardownParameters().fleet_name == "green"
+
+
+def test_the_form_puts_units_apart_from_words():
+    schema = ReallocateParameters.model_json_schema()
+    titles = {name: field.get("title") for name, field in schema["properties"].items()}
+    assert (titles["max_usd_per_h"], titles["approval_timeout_s"]) == ("Max (USD/h)", "Approval timeout (seconds)")
+    demand = schema["$defs"]["DemandSpec"]["properties"]
+    assert (demand["up_s"]["title"], demand["when_unknown"]["title"]) == ("Up (seconds)", "When unknown")
+    assert not [title for title in titles.values() if title and title.endswith((" s", " h"))]
