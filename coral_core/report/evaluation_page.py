@@ -189,6 +189,7 @@ def _regions(document: Document, tables: Tables, subject: str) -> list[Block]:
         }
         for policy in document["policies"]
     }
+    unknown = {row["policy"] for row in tables["instances"] if row["price_usd_per_h"] is None}
     numbered = spots(by_policy[subject])
     others = [region for region in document["inputs"].get("regions", ()) if region not in by_policy[subject]]
     places = {spot.region: spot for spot in [*numbered, *spots(dict.fromkeys(others, 0.0))]}
@@ -200,7 +201,7 @@ def _regions(document: Document, tables: Tables, subject: str) -> list[Block]:
                 region,
                 spot.number if region in by_policy[subject] and spot.place else None,
                 spot.place.name if spot.place else None,
-                *(usd(costs.get(region, 0.0)) for costs in by_policy.values()),
+                *(None if policy in unknown else usd(costs.get(region, 0.0)) for policy, costs in by_policy.items()),
             )
             for region, spot in places.items()
         ],

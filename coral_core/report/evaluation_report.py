@@ -132,7 +132,7 @@ def evaluation_notes(document: Mapping[str, Any]) -> list[str]:
     shares = ", ".join(f"{phase} {value:g}" for phase, value in document["max_utilization_frac"].items())
     seeds = document["seeds"]
     notes = [
-        f"{document['epochs']} epochs, seeds {', '.join(map(str, seeds))}; capacities planned at a utilisation of {shares}"
+        f"epochs: {document['epochs']}; seeds: {', '.join(map(str, seeds))}; capacities planned at a utilisation of {shares}"
     ]
     if len(seeds) == 1:
         notes.append("one seed: no confidence interval")
@@ -140,7 +140,11 @@ def evaluation_notes(document: Mapping[str, Any]) -> list[str]:
     if published:
         notes.append(f"published ratios: {document['published_source']}")
     notes += [f"policy {name} failed and is in no figure: {why}" for name, why in document.get("failed", {}).items()]
-    notes += [f"{name}: {note}" for name, one in document["policies"].items() for note in one["notes"]]
+    about: dict[str, list[str]] = {}
+    for name, one in document["policies"].items():
+        for note in one["notes"]:
+            about.setdefault(note, []).append(name)
+    notes += [f"{', '.join(names)}: {note}" for note, names in about.items()]
     return notes
 
 

@@ -140,7 +140,7 @@ def test_a_single_policy_is_compared_with_nothing():
 
 def test_what_was_not_simulated_has_no_service():
     text = html(is_simulated=False)
-    assert "not simulated: no timing" in text
+    assert "coral, homo: not simulated: no timing" in text
     assert not charts_of(text, "Goodput by policy")
     assert not charts_of(text, "Latencies by model")
     assert charts_of(text, "Cost by policy")
@@ -186,6 +186,10 @@ def test_nodes_of_a_fixed_pool_are_unknown_and_not_zero():
     assert "homo: unknown" in instances
     [gpus] = charts_of(text, "Cost by GPU type")
     assert "homo: unknown" in gpus
+    elements = read_page(text)
+    table = next(i for i, one in enumerate(elements) if one.tag == "caption" and "USD/h by region" in one.text)
+    rows = [one.text for one in elements[table:] if one.tag in {"th", "td"}][:10]
+    assert rows == ["region", "on the map", "place", "coral", "homo", "us-east-2", "1", "Ohio", "5.10", "-"]
 
 
 def test_what_spot_nodes_cost_is_shared_out_by_their_prices_on_demand():
