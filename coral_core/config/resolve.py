@@ -85,6 +85,8 @@ def resolve_scenario(scenario: Scenario, *, user_models: Path | None = None) -> 
     for i, region in enumerate(scenario.regions):
         look_up(dict.fromkeys(catalog.regions), region, "region", f"regions[{i}]", catalog.name)
     shapes = load_models(user_models)
+    for name in scenario.capacity.headroom:  # of a model that is not served it has no effect, but a typo must show
+        look_up(shapes, name, "model", f"capacity.headroom.{name}", "the catalogue and the added models")
     models = tuple(
         _resolve_model(spec, shapes, scenario.regions, f"models[{i}]") for i, spec in enumerate(scenario.models)
     )

@@ -316,13 +316,6 @@ class Scenario(Strict):
         return self
 
     @model_validator(mode="after")
-    def _headroom_is_of_models(self) -> Scenario:
-        strangers = set(self.capacity.headroom) - {spec.model for spec in self.models}
-        if strangers:
-            raise ValueError(f"capacity.headroom names {min(strangers)!r}, which is none of the models")
-        return self
-
-    @model_validator(mode="after")
     def _measured_times_are_of_one_variant(self) -> Scenario:
         several = next((spec.model for spec in self.models if len(spec.variants or ()) > 1), None)
         if several is not None and self.capacity.layer_times is not None:

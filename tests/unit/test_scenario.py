@@ -7,7 +7,17 @@ from typing import get_args
 import pytest
 
 from coral_core.allocation.policies import POLICIES
-from coral_core.config.scenario import PolicyName, Scenario, load_scenario, scenario_names, scenario_text
+from coral_core.config.headroom import headroom_note, headroom_rows
+from coral_core.config.resolve import resolve_scenario
+from coral_core.config.scenario import (
+    CapacitySpec,
+    HeadroomSpec,
+    PolicyName,
+    Scenario,
+    load_scenario,
+    scenario_names,
+    scenario_text,
+)
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
 
@@ -195,3 +205,41 @@ def test_what_looks_like_a_date_is_text(tmp_path):
     )
     path.write_text(text)
     assert load_scenario(str(path)).description == "2026-13-45"
+
+
+def test_headroom_is_by_model_before_it_is_by_phase():
+    capacity = CapacitySpec.model_validate(
+        {
+            "slo_frac": {"decode": 0.8},
+            "max_utilization_frac": {"decode": 0.9, "prefill": 0.7},
+            "headroom": {"phi-4": {"slo_frac": {"decode": 0.5}, "max_utilization_frac": {"decode": 0.6}}},
+        }
+    )
+    shares = [
+        (capacity.slo_frac_of(model, phase), capacity.max_utilization_frac_of(model, phase))
+        for model in ("phi-4", "qwen3-32b")
+        for phase in Phase
+        if phase is not Phase.AGGREGATED
+    ]
+    assert shares == [(1.0, 0.7), (0.5, 0.6), (1.0, 0.7), (0.8, 0.9)]
+
+
+def test_headroom_of_a_model_that_nobody_knows_is_refused():
+    tiny = load_scenario("tiny")
+    capacity = tiny.capacity.model_copy(update={"headroom": {"phi4": HeadroomSpec(slo_frac={Phase.DECODE: 0.5})}})
+    with pytest.raises(InputError, match=r"capacity.headroom.phi4: unknown model .*phi4.*did you mean phi-4"):
+        resolve_scenario(tiny.model_copy(update={"capacity": capacity}))
+
+
+def test_every_plan_says_what_headroom_it_keeps_and_where_from():
+    tiny = resolve_scenario(load_scenario("tiny"))
+    rows = headroom_rows(tiny, {Phase.DECODE: 0.25})
+    assert {(row["model"], row["phase"]) for row in rows} == {
+        (model.shape.name, phase) for model in tiny.models for phase in ("prefill", "decode")
+    }
+    assert {row["max_utilization_frac"] for row in rows if row["phase"] == "decode"} == {0.25}
+    assert {row["source"] for row in rows if row["phase"] == "decode"} == {"given for this run"}
+    assert all("coral calibrate tiny" in row["source"] for row in rows if row["phase"] == "prefill")
+    assert "phi-4 prefill 0.396 of what 0.2 of the bound allows" in headroom_note(rows)
+    bare = resolve_scenario(load_scenario("tiny").model_copy(update={"capacity": CapacitySpec()}))
+    assert "without headroom" in headroom_note(headroom_rows(bare))

@@ -112,4 +112,5 @@ def examples() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("example", examples(), ids="+".join)
 def test_every_example_is_valid_in_a_scenario(example):
-    Scenario.model_validate({**load_scenario("tiny").model_dump(mode="json", exclude_unset=True), **example})
+    tiny = load_scenario("tiny").model_dump(mode="json", exclude_unset=True)
+    Scenario.model_validate({**tiny, **example})
