@@ -7,7 +7,7 @@ SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.coral-setup
-EXTRAS := flows aws gcp gurobi report dev
+EXTRAS := flows aws gcp gurobi report serve dev
 
 # V=1 shows what pip does. PYTEST_FLAGS goes to pytest, e.g. PYTEST_FLAGS="-k lattice -x".
 PIP_QUIET := $(if $(V),,-qq)
