@@ -17,6 +17,7 @@ _LOG: Final = logging.getLogger(__name__)
 _NEWEST: Final = 20
 Item = TypeVar("Item")
 _TITLES: Final = {
+    "demand": "Demand: what was asked of each fleet, as measured, by day",
     "evaluations": "Evaluations: settings and policies compared in the simulator",
     "fleets": "Fleets: what was observed and done",
     "leases": "Leases: who may change a fleet, epoch by epoch",

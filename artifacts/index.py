@@ -17,6 +17,7 @@ _LOG: Final = logging.getLogger(__name__)
 _NEWEST: Final = 20
 
 _GROUPS: Final = {
+    "demand": "what was asked of each fleet, as measured",
     "profiles": "measured layer times",
     "libraries": "serving templates, in versioned snapshots",
     "plans": "what was decided for each fleet, and why",
@@ -24,7 +25,7 @@ _GROUPS: Final = {
     "fleets": "whose each fleet is, and where it has been",
     "leases": "who may change a fleet at present",
 }
-_WITHOUT_OWN_PAGES: Final = ("profiles", "fleets", "leases")
+_WITHOUT_OWN_PAGES: Final = ("profiles", "demand", "fleets", "leases")
 
 
 def index_libraries(store: Store, library: str) -> bool:
