@@ -37,13 +37,27 @@ from coral_core.report.plan_report import headline, instances_table, unmet_text
 from flows.events import tell_shortfall
 from flows.parameters import ReallocateParameters, artifact_key
 from flows.server import require_server
-from tasks.apply import Done, Goal, Job, carry_out, check_limits, given_back_on_error, holder_text, open_job, take
-from tasks.observe import Observation
+from tasks.apply import (
+    Done,
+    Goal,
+    Job,
+    carry_out,
+    change_lines,
+    check_limits,
+    given_back_on_error,
+    holder_text,
+    open_job,
+    preview,
+    take,
+)
+from tasks.observe import Observation, cost_usd_per_h
 from tasks.reallocate import Wish, check_acting, goal_of, plan_from, record_plan, record_unacted, see, why_outdated
 from tasks.reallocate import dry_run as what_a_run_would_do
 
 MOST_PLANS: Final = 5
 """Plans that one run makes: a refusal of the cloud or an approval that came too late asks for another."""
+STEPS_ASKED: Final = 12
+"""Steps that the question shows; all are recorded before the first is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +113,9 @@ def turn(
     if params.mode == "approve":
         seen = observe(job, wish)
         approved = make_plan(job, wish, seen, lowered)
-        check_limits(goal_of(job, wish, approved, seen, mode="approve"))  # nobody is asked about what cannot be
-        unapproved = ask(job, params, approved)
+        asked = goal_of(job, wish, approved, seen, mode="approve")
+        check_limits(asked)  # nobody is asked about what cannot be
+        unapproved = ask(job, params, approved, change_text(job, asked))
         if unapproved is not None:
             return unapproved
     lease = take(job)
@@ -179,10 +194,23 @@ def apply(job: Job, lease: Lease, goal: Goal) -> Done:
     return done
 
 
-def ask(job: Job, params: ReallocateParameters, stored: StoredPlan) -> Reallocated | State[Reallocated] | None:
+def change_text(job: Job, goal: Goal) -> str:
+    """What it would change now, as Markdown: both costs, and the first steps."""
+    found = preview(job, goal)
+    lines = change_lines(found)
+    now = cost_usd_per_h(found.nodes, goal.limits.price_usd_per_h)
+    before = "not known" if now is None else f"{usd(now)} USD/h"
+    more = [f"- and {len(lines) - STEPS_ASKED} more"] if len(lines) > STEPS_ASKED else []
+    steps = "\n".join([*(f"- {line}" for line in lines[:STEPS_ASKED]), *more])
+    return f"The fleet costs {before} now (measured). {len(lines)} steps:\n\n{steps}"
+
+
+def ask(
+    job: Job, params: ReallocateParameters, stored: StoredPlan, change: str
+) -> Reallocated | State[Reallocated] | None:
     """Pause until somebody answers in the UI; None where the plan was approved, else what the run came to."""
     url = stored.record.urls[PLAN]
-    text = f"Plan of fleet {job.fleet}: {headline(stored.plan)}\n\nRecorded at `{url}`."
+    text = f"Plan of fleet {job.fleet}: {headline(stored.plan)}\n\n{change}\n\nRecorded at `{url}`."
     form = Approval.with_initial_data(description=text, approve=False)
     poll_s = max(1, math.ceil(params.acting.poll_s))
     try:

@@ -110,12 +110,12 @@ def reallocate(store, scenario, **given):
 
 
 def teardown(store, **given):
+    """The same of a teardown."""
     from flows.parameters import TeardownParameters
     from flows.teardown import teardown as flow
 
-    return flow(
-        TeardownParameters(**{"store": store.url, "fleet": "blue", "acting": QUICK, **given}), return_state=True
-    )
+    params = {"store": store.url, "fleet": "blue", "acting": QUICK, **given}
+    return flow(TeardownParameters(**{"confirm": params["fleet"], **params}), return_state=True)
 
 
 def job_of(store, **settings):
@@ -299,6 +299,16 @@ def paused_run(known, *, within_s=60):
     raise AssertionError("no run is paused")
 
 
+def form_of(run_id):
+    """What the page of a paused run shows in its form."""
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        keys = client.read_flow_run(run_id).state.state_details.run_input_keyset
+        texts = client.request("GET", f"/flow_runs/{run_id}/input/{keys['description']}").json()
+    return {"description": texts}
+
+
 def answer(run_id, **given):
     from prefect.flow_runs import resume_flow_run
 
@@ -315,6 +325,10 @@ def test_a_plan_is_carried_out_once_it_is_approved(prefect, rehearsal, tmp_path)
         paused = paused_run(known)
         assert truth(rehearsal) == ({}, 0)
         assert rehearsal.list_keys("leases") == []  # nobody is kept waiting by a question
+        question = form_of(paused)["description"]
+        assert question.startswith("Plan of fleet blue: 3.22 USD/h")
+        assert "The fleet costs 0.00 USD/h now (measured). 2 steps:" in question
+        assert question.count("\n- start ") == 2
         answer(paused, approve=True)
         assert run.result().is_completed(), run.result()
     assert truth(rehearsal) == wish(rehearsal)
