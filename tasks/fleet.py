@@ -59,16 +59,16 @@ def status_document(job: Job) -> dict[str, Any]:
     nodes, foreign = list_fleet(job.provider, fleet, regions)
     prices = prices_of(intent.stored) if intent.stored else last_prices(job)
     instances = [_instance(job, instance, prices) for instance in gather(nodes) if instance.standing]
-    lease = read_lease(job.store, job.fleet)
+    lease, now = read_lease(job.store, job.fleet), job.provider.clock.now()
     return _plain(
         {
             "fleet": job.fleet,
             "provider": job.provider.name,
             "account": fleet.account,
-            "at": job.provider.clock.now(),
+            "at": now,
             "kind": "measured",
             "regions": regions,
-            "lease": asdict(lease) if lease else None,
+            "lease": {**asdict(lease), "over": lease.until < now} if lease else None,
             "plan": {"time": time_text(intent.time) if intent.time else None, "mode": intent.mode},
             "cost_usd_per_h": cost_usd_per_h(nodes, prices),
             "planned_usd_per_h": _planned_usd_per_h(intent),

@@ -36,7 +36,8 @@ def status(fleet: Name = "", *, store: StoreUrl = None, as_json: AsJson = False)
         f"{usd_text(document['cost_usd_per_h'])} (measured), {usd_text(document['planned_usd_per_h'])} planned; {wanted}"
     )
     if lease:
-        print_text(f"lease: {lease['holder']} since {lease['since']}, until {lease['until']}")
+        state = "which has run out: that run has died or hangs" if lease["over"] else "which holds"
+        print_text(f"lease: {lease['holder']} since {lease['since']}, until {lease['until']}, {state}")
     show_counts(document)
     for note in document["notes"]:
         print_note(f"note: {note}")

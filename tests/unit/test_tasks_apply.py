@@ -339,7 +339,10 @@ def test_status_shows_what_runs_against_what_is_wanted(acting):
     assert found["cost_usd_per_h"] == pytest.approx(2 * 1.0 + (1.0 if victim.order.tags.config == "b" else 2.5))
     assert [node["node_id"] for node in found["foreign"]] == ["i-x"]
     held = take(acting.job("somebody"))
-    assert status_document(acting.job())["lease"]["holder"] == "somebody"
+    lease = status_document(acting.job())["lease"]
+    assert (lease["holder"], lease["over"]) == ("somebody", False)
+    acting.world.clock.advance(400)
+    assert status_document(acting.job())["lease"]["over"]
     held.give_back()
 
 
