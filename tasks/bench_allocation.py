@@ -19,7 +19,13 @@ from coral_core.allocation.reduce import fits
 from coral_core.allocation.wide import cost_scale
 from coral_core.config.resolve import ResolvedModel, ResolvedScenario, allocation_problem
 from coral_core.config.scenario import LibraryMethod, RandomWalk
-from coral_core.domain.allocation import AllocationProblem, AllocationResult, DemandRow, TemplateColumns
+from coral_core.domain.allocation import (
+    AllocationProblem,
+    AllocationResult,
+    AllocationStatus,
+    DemandRow,
+    TemplateColumns,
+)
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
 from coral_core.solver.choose import choose_solver
@@ -94,7 +100,11 @@ class SizePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePoint:
-    """Gap proven within a time limit, over seeds; `unserved`: how many plans did not serve everything."""
+    """Gap proven within a time limit, over seeds; `unserved`: how many plans did not serve everything.
+
+    `proven`: how many are within the gap wished for, of the shortfall as of the cost; `worst_unproven_shortfall`: how far a
+    weighted shortfall is from its bound.
+    """
 
     time_limit_s: float
     seeds: int
@@ -104,6 +114,8 @@ class TimePoint:
     worst_solve_s: float
     median_core_s: float
     unserved: int
+    proven: int
+    worst_unproven_shortfall: float
 
 
 def in_mode(resolved: ResolvedScenario, mode: Mode, *, method: LibraryMethod) -> ResolvedScenario:
@@ -344,6 +356,10 @@ def gap_over_time(
             worst_solve_s=max(wall_s for _, wall_s, _ in runs),
             median_core_s=float(np.median([core_s for _, _, core_s in runs])),
             unserved=sum(not result.full for result, _, _ in runs),
+            proven=sum(result.status is AllocationStatus.OPTIMAL for result, _, _ in runs),
+            worst_unproven_shortfall=max(
+                result.statistics["shortfall_weighted"] - result.statistics["shortfall_bound"] for result, _, _ in runs
+            ),
         )
 
 

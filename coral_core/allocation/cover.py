@@ -16,6 +16,7 @@ that the item's row carries; above the cost of a known plan the item is left out
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -91,8 +92,8 @@ class Cover:
     units: int = 0
 
 
-def cover(problem: CoverProblem, *, gap_frac: float) -> Cover:
-    """A plan and a bound, on finer units until they are within the gap or the finest are reached."""
+def cover(problem: CoverProblem, *, gap_frac: float, deadline_s: float = math.inf) -> Cover:
+    """A plan and a bound, on finer units until they are within the gap, the finest are reached, or it is `deadline_s`."""
     best = Cover(plan=None, cost_usd_per_h=math.inf, bound_usd_per_h=0.0)
     units = _FIRST_UNITS
     last = _MAX_UNITS_ONE_PLACE if len(problem.places) == 1 else _MAX_UNITS
@@ -113,7 +114,7 @@ def cover(problem: CoverProblem, *, gap_frac: float) -> Cover:
         best = min(found, key=lambda cover: cover.cost_usd_per_h)
         best = replace(best, bound_usd_per_h=min(bound, best.cost_usd_per_h), units=units)
         near = best.plan is not None and best.cost_usd_per_h - best.bound_usd_per_h <= gap_frac * best.cost_usd_per_h
-        if near or units >= last:
+        if near or units >= last or time.perf_counter() > deadline_s:
             return best
         if best.plan is not None:
             problem = _without_useless(problem, best.cost_usd_per_h)

@@ -129,7 +129,7 @@ def _solve_block(block: Block, solver: Solver, effort: Effort, *, use_cover: boo
     solve = block.solve(solver)
     if not (use_cover and block.coverable):
         return solve.run(effort)
-    found = cover(block.cover_problem(), gap_frac=effort.gap_frac)
+    found = cover(block.cover_problem(), gap_frac=effort.gap_frac, deadline_s=effort.deadline_s)
     if found.plan is None:
         return solve.run(effort)
     counts = np.zeros((len(block.problem.templates), len(block.problem.regions)), dtype=np.int64)

@@ -62,7 +62,9 @@ def find_tolls(fronts: Fronts, solver: Solver, effort: Effort) -> Tolls | None:
     for _ in range(_ITERATIONS):
         priced = fronts.with_toll(counts @ toll.T)
         blocks = [priced_block(priced, rows) for rows in asking_blocks(problem, fronts.coverage)]
-        covers = [cover(block.cover_problem(), gap_frac=effort.gap_frac) for block in blocks]
+        covers = [
+            cover(block.cover_problem(), gap_frac=effort.gap_frac, deadline_s=effort.deadline_s) for block in blocks
+        ]
         if any(found.plan is None for found in covers):
             return None
         least = [found.bound_usd_per_h for found in covers]

@@ -1,32 +1,41 @@
 """Which templates to run how often in which region: the joint integer program (DESIGN 3.6).
 
 Data, variables, constraints and objective are stated in `formulation`; this module orders the work: try the problem
-without capacity limits model by model; where that does not hold, reduce the columns and solve the joint program; verify.
+without capacity limits model by model; where that does not hold, start from the plan over homogeneous templates and solve
+the joint program, by whole plans of units (`scarce`), by columns of the least bounds (`joint`) or as it is; verify.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+
+import numpy as np
 
 from coral_core.allocation.assess import assess, result_of, within_budget, within_pools
 from coral_core.allocation.check import check_problem
 from coral_core.allocation.choosing import Choosing, solver_for
-from coral_core.allocation.columns import columns_of
-from coral_core.allocation.coverage import Ints, coverage_of, weight_unit
+from coral_core.allocation.columns import columns_of, with_templates
+from coral_core.allocation.coverage import Coverage, Ints, coverage_of, weight_unit
 from coral_core.allocation.decompose import solve_blocks
 from coral_core.allocation.formulation import formulate
 from coral_core.allocation.fronts import Fronts
 from coral_core.allocation.guarded import has_guarantees, solve_guarded, without_guarantees
-from coral_core.allocation.joint import solve_joint
+from coral_core.allocation.joint import Joint, solve_joint
+from coral_core.allocation.prices import counts_of
 from coral_core.allocation.reach import within_reach
 from coral_core.allocation.reduce import reduce_columns
-from coral_core.allocation.stages import StagedSolve, weighted_shortfall
+from coral_core.allocation.scarce import Scarce, solve_scarce
+from coral_core.allocation.stages import Plan, Staged, StagedSolve, plan_of, weighted_shortfall
+from coral_core.allocation.start import homogeneous_templates
 from coral_core.allocation.verify import verify_allocation
 from coral_core.allocation.wide import DIRECT_COLUMNS, Effort
 from coral_core.domain.allocation import AllocationProblem, AllocationResult
 from coral_core.solver.program import Solver
 
 _RELAXED_SHARE = 0.4
+_START_SHARE = 0.2
+_APART_SHARE = 0.5
 
 
 def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None) -> AllocationResult:
@@ -50,13 +59,14 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
     staged = blocks.staged
     counted = {"columns_all": float(len(problem.templates) * len(problem.regions)), "columns": float(blocks.columns)}
     settled = blocks.settled and _within_shared(problem, staged.plan.counts)
-    joint = None if settled or not problem.options.reduce else solve_joint(problem, fronts, chosen, effort)
-    if joint is not None and not _within_shared(problem, joint.staged.plan.counts):
-        joint = None  # it knows of no budget nor pools; within them, its plan and bounds hold
+    start = None if settled else _over_homogeneous(problem, coverage, chosen, effort)
+    joint = None if start is None else _apart_from_shared(problem, fronts, chosen, effort, start)
     if joint is not None:
         staged = joint.staged
         counted["columns"] = float(joint.columns)
-    elif not settled:
+    elif start is not None and time.perf_counter() > effort.deadline_s:
+        staged = Staged(plan=start, cost_bound_usd_per_h=0.0)
+    elif start is not None:
         reduction = reduce_columns(problem, coverage)
         columns = columns_of(problem, coverage, reduction.keep)
         counted = {**reduction.counts, "columns": float(len(columns))}
@@ -68,7 +78,9 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
         else:
             formulation = formulate(problem, coverage, columns)
             solve = StagedSolve(problem=problem, coverage=coverage, formulation=formulation, rows=rows, solver=chosen)
-            staged = solve.run(effort)
+            staged = solve.run(effort, start=start)
+    if start is not None and not staged.plan.beats(start):
+        staged = replace(staged, plan=start)
     cost_bound = staged.cost_bound_usd_per_h
     if staged.plan.full:
         cost_bound = max(cost_bound, blocks.full_service_bound_usd_per_h)
@@ -97,6 +109,30 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
     )
     verify_allocation(asked, result)
     return result
+
+
+def _over_homogeneous(problem: AllocationProblem, coverage: Coverage, solver: Solver, effort: Effort) -> Plan:
+    """The plan over homogeneous templates alone, a small program; nothing at all where these are no part of them."""
+    counts = np.zeros((len(problem.templates), len(problem.regions)), dtype=np.int64)
+    chosen = homogeneous_templates(problem)
+    if 0 < len(chosen) < len(problem.templates):
+        part = with_templates(problem, chosen)
+        options = replace(problem.options, time_limit_s=_START_SHARE * effort.left_s())
+        part = replace(part, options=options)
+        counts[chosen] = counts_of(part, solve_allocation(part, solver=solver))
+    return plan_of(problem, coverage, counts, tuple(range(len(problem.demand))))
+
+
+def _apart_from_shared(
+    problem: AllocationProblem, fronts: Fronts, solver: Solver, effort: Effort, start: Plan
+) -> Scarce | Joint | None:
+    """By whole plans of units or by columns of the least bounds, which know of no budget nor pools; None out of these."""
+    if not problem.options.reduce:
+        return None
+    if problem.pools or problem.options.budget_usd_per_h is not None:
+        effort = effort.within(_APART_SHARE)
+    found = solve_scarce(problem, fronts, solver, effort, start) or solve_joint(problem, fronts, solver, effort, start)
+    return found if found is not None and _within_shared(problem, found.staged.plan.counts) else None
 
 
 def _within_shared(problem: AllocationProblem, counts: Ints) -> bool:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from coral_core.allocation.assess import running_instances
 from coral_core.allocation.columns import Columns, columns_of, with_templates
 from coral_core.allocation.cover import completions
 from coral_core.allocation.coverage import Coverage, Floats, Ints, coverage_of, fraction, weight_unit
@@ -25,6 +24,7 @@ from coral_core.allocation.formulation import formulate
 from coral_core.allocation.fronts import Fronts
 from coral_core.allocation.reduce import dominated
 from coral_core.allocation.stages import Plan, Staged, StagedSolve, plan_of
+from coral_core.allocation.start import fitting, running_that_fits
 from coral_core.allocation.wide import Effort
 from coral_core.domain.allocation import AllocationProblem
 from coral_core.solver.program import Solver
@@ -44,8 +44,10 @@ class Joint:
     columns: int
 
 
-def solve_joint(problem: AllocationProblem, fronts: Fronts, solver: Solver, effort: Effort) -> Joint | None:
-    """The best plan found, with its bounds; None where this way is not open.
+def solve_joint(
+    problem: AllocationProblem, fronts: Fronts, solver: Solver, effort: Effort, start: Plan
+) -> Joint | None:
+    """The best plan found, no worse than `start`, with its bounds; None where this way is not open.
 
     It is open where many columns fit, every block asks for throughput alone, and something that fits serves it.
     """
@@ -73,13 +75,14 @@ def solve_joint(problem: AllocationProblem, fronts: Fronts, solver: Solver, effo
     tolls = find_tolls(fronts, solver, effort.within(_SHARE))
     if tolls is None:
         return None
-    found = _Growing(problem=small, coverage=coverage, tolls=tolls, solver=solver).run(effort)
+    growing = _Growing(problem=small, coverage=coverage, tolls=tolls, solver=solver)
+    found = growing.run(effort, start.counts[kept])
     counts = np.zeros((len(problem.templates), len(problem.regions)), dtype=np.int64)
     counts[kept] = found.staged.plan.counts
     whole = plan_of(problem, coverage_of(problem), counts, tuple(range(len(problem.demand))))
     lost_weight = math.fsum(problem.demand[i].weight for i in lost)
-    shortfall_bound = (found.staged.shortfall_bound * weight_unit(small) + lost_weight) / weight_unit(problem)
-    return replace(found, staged=replace(found.staged, plan=whole, shortfall_bound=shortfall_bound))
+    short = (found.staged.shortfall_bound * weight_unit(small) + lost_weight) / weight_unit(problem)
+    return replace(found, staged=replace(found.staged, plan=whole, shortfall_bound=short))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +94,14 @@ class _Growing:
     tolls: Tolls
     solver: Solver
 
-    def run(self, effort: Effort) -> Joint:
+    def run(self, effort: Effort, start: Ints) -> Joint:
+        """From the counts `start` (templates, regions), or better ones."""
         least = bound_if_used(self.tolls)
         template, region = np.nonzero(np.isfinite(self.tolls.fronts.rent_usd_per_h))
         bounds = least[template, region]
         order = np.argsort(bounds, kind="stable")
         template, region, bounds = template[order], region[order], bounds[order]
-        size, best, proven = min(_FIRST_COLUMNS, len(order)), self._start(), self.tolls.bound_usd_per_h
+        size, best, proven = min(_FIRST_COLUMNS, len(order)), self._start(start), self.tolls.bound_usd_per_h
         last = False
         while True:
             columns = self._columns(template[:size], region[:size], best)
@@ -126,35 +130,29 @@ class _Growing:
     def _short(self, staged: Staged, *, everything: bool) -> Staged:
         """With the bounds that hold for all columns, where the program had only some."""
         least_usd_per_h = partial_bound(self.tolls, staged.plan.shortfall)
+        least = min(shortfall_bound(self.tolls), staged.plan.shortfall)
         if everything:
-            return replace(staged, cost_bound_usd_per_h=max(staged.cost_bound_usd_per_h, least_usd_per_h))
-        return Staged(plan=staged.plan, cost_bound_usd_per_h=least_usd_per_h)
+            return replace(
+                staged,
+                cost_bound_usd_per_h=max(staged.cost_bound_usd_per_h, least_usd_per_h),
+                shortfall_bound=max(staged.shortfall_bound, least),
+            )
+        return Staged(plan=staged.plan, cost_bound_usd_per_h=least_usd_per_h, shortfall_bound=least)
 
-    def _start(self) -> Plan:
-        """The better of what runs and the blocks' plans under the toll, as far as either fits."""
-        columns = [block.columns for block in self.tolls.blocks]
+    def _start(self, start: Ints) -> Plan:
+        """The best of `start`, what runs and the blocks' plans under the toll, the latter as far as they fit."""
         wished = [
-            (int(own.template[j]), int(own.region[j]), count)
-            for own, plan in zip(columns, self.tolls.plans, strict=True)
+            (int(block.columns.template[j]), int(block.columns.region[j]), count)
+            for block, plan in zip(self.tolls.blocks, self.tolls.plans, strict=True)
             for j, count in plan.items()
         ]
-        running = list(zip(*(part.tolist() for part in running_instances(self.problem)), strict=True))
         none = np.zeros(0, dtype=np.int64)
-        solve = self._solve_on(self._columns(none, none, None))
-        first, second = solve.judge(self._fitting(running)), solve.judge(self._fitting(wished))
-        return first if first.beats(second) else second
-
-    def _fitting(self, instances: list[tuple[int, int, int]]) -> Ints:
-        """As many of the instances as fit, in the order given."""
-        counts = np.zeros((len(self.problem.templates), len(self.problem.regions)), dtype=np.int64)
-        left = self.problem.available.copy()
-        for t, r, count in instances:
-            nodes = self.problem.templates.nodes[t]
-            fits = np.isfinite(self.tolls.fronts.rent_usd_per_h[t, r])
-            fit = min(count, int((left[r][nodes > 0] // nodes[nodes > 0]).min(initial=count))) if fits else 0
-            counts[t, r] += fit
-            left[r] -= fit * nodes
-        return counts
+        solve, fits = self._solve_on(self._columns(none, none, None)), np.isfinite(self.tolls.fronts.rent_usd_per_h)
+        plan = solve.judge(start)
+        for other in (running_that_fits(self.problem, fits), fitting(self.problem, fits, wished)):
+            judged = solve.judge(other)
+            plan = plan if plan.beats(judged) else judged
+        return plan
 
     def _solve_on(self, columns: Columns) -> StagedSolve:
         return StagedSolve(
@@ -185,23 +183,56 @@ def partial_bound(tolls: Tolls, shortfall: float) -> float:
     For any price m >= 0 of the shortfall: sum over blocks of the least, over fractions y served, of cost with toll + m w (1-y),
     less the tolls of all nodes, less m times the shortfall. w is the least weight of the block's units.
     """
-    problem = tolls.fronts.problem
-    unit_of_weight = weight_unit(problem)
     tables = [completions(block.cover_problem()).everywhere for block in tolls.blocks]
-    weights = []
-    for block in tolls.blocks:
-        units = [unit for unit in tolls.fronts.coverage.units() if unit[0] in block.rows]
-        weights.append(min(sum(problem.demand[i].weight for i in unit) for unit in units) / unit_of_weight)
-    paid = float((problem.available * tolls.toll_usd_per_h).sum())
+    weights = _least_weights(tolls)
+    paid = float((tolls.fronts.problem.available * tolls.toll_usd_per_h).sum())
     most = 10 * max(float(table[0]) / weight for table, weight in zip(tables, weights, strict=True))
     best = 0.0
     for price in [0.0, *np.geomspace(most / 1e5, most, 200)]:
-        least = sum(
-            float((table + price * weight * np.linspace(0.0, 1.0, len(table))).min())
-            for table, weight in zip(tables, weights, strict=True)
-        )
-        best = max(best, least - paid - price * shortfall)
+        best = max(best, _least_partly(tables, [price * weight for weight in weights]) - paid - price * shortfall)
     return float(best) * (1 - 1e-12)
+
+
+def shortfall_bound(tolls: Tolls) -> float:
+    """The weighted shortfall that every plan leaves at least.
+
+    For any k >= 0: sum over blocks of the least, over fractions y served, of w (1-y) + k times the toll of what serves y, less k
+    times the tolls of all nodes. w is the least weight of the block's units.
+    """
+    fronts = tolls.fronts
+    toll = fronts.problem.templates.nodes @ tolls.toll_usd_per_h.T
+    toll = np.where(np.isfinite(fronts.rent_usd_per_h), toll, np.inf)
+    priced = replace(fronts, new_usd_per_h=toll, old_usd_per_h=toll)
+    tables = [completions(priced_block(priced, block.rows).cover_problem()).everywhere for block in tolls.blocks]
+    weights = _least_weights(tolls)
+    paid = float((fronts.problem.available * tolls.toll_usd_per_h).sum())
+    if not paid > 0:
+        return 0.0
+    scale = sum(weights) / paid
+    best = max(
+        _least_partly([factor * table for table in tables], weights) - factor * paid
+        for factor in np.geomspace(scale / 1e3, scale * 1e3, 200)
+    )
+    return float(max(best, 0.0)) * (1 - 1e-12)
+
+
+def _least_weights(tolls: Tolls) -> list[float]:
+    """By block: the least weight of its units, in `weight_unit`."""
+    problem = tolls.fronts.problem
+    units = tolls.fronts.coverage.units()
+    return [
+        min(math.fsum(problem.demand[i].weight for i in unit) for unit in units if unit[0] in block.rows)
+        / weight_unit(problem)
+        for block in tolls.blocks
+    ]
+
+
+def _least_partly(tables: list[Floats], missing: list[float]) -> float:
+    """Sum over blocks of the least of what serves a part, and of `missing` times what is missing then."""
+    return math.fsum(
+        float((table + whole * np.linspace(0.0, 1.0, len(table))).min())
+        for table, whole in zip(tables, missing, strict=True)
+    )
 
 
 def bound_if_used(tolls: Tolls) -> Floats:

@@ -24,10 +24,11 @@ def counted_prices(problem: AllocationProblem) -> list[tuple[Ints, Floats]]:
     models = np.array(problem.templates.models, dtype=object)
     parts = [(model, np.flatnonzero(models == model)) for model in sorted(map(str, named))]
     others = ~np.isin(models, [model for model, _ in parts]) if parts else np.ones(len(models), dtype=bool)
-    return [(members, _counted(problem, model)) for model, members in [*parts, (None, np.flatnonzero(others))]]
+    return [(members, node_usd_per_h(problem, model)) for model, members in [*parts, (None, np.flatnonzero(others))]]
 
 
-def _counted(problem: AllocationProblem, model: str | None) -> Floats:
+def node_usd_per_h(problem: AllocationProblem, model: str | None) -> Floats:
+    """(regions, configs): what a node counts for a model's templates, 0 where none is sold."""
     counted = real_prices(problem)
     for item in problem.preferences:
         if item.model in (None, model):
@@ -56,6 +57,6 @@ def preference_usd_per_h(problem: AllocationProblem, template: Ints, region: Int
     models = np.array([problem.templates.models[t] for t in template.tolist()], dtype=object)
     for model in dict.fromkeys(models.tolist()):
         own = np.flatnonzero(models == model)
-        more = _counted(problem, model) - real_prices(problem)
+        more = node_usd_per_h(problem, model) - real_prices(problem)
         added[own] = (problem.templates.nodes[template[own]] * more[region[own]]).sum(axis=1)
     return added

@@ -116,7 +116,7 @@ def allocation(
         points = gap_over_time(
             lambda number: bench_problem(with_supply_seed(resolved, number), templates, **wishes),
             seeds=seeds,
-            limits_s=(1.0, 2.0, 5.0, 10.0),
+            limits_s=(1.0, 2.0, 5.0, 10.0, 25.0),
         )
         report["gap_over_time"] = [asdict(point) for point in points]
     if chart is not None:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from coral_core.allocation.columns import with_templates
 from coral_core.allocation.ilp import solve_allocation
+from coral_core.allocation.start import homogeneous_templates
 from coral_core.domain.allocation import AllocationProblem, AllocationResult
 from coral_core.solver.program import Solver
 
 
 def homogeneous(problem: AllocationProblem) -> AllocationProblem:
     """The same problem with only the templates whose nodes are all of one configuration (of one market)."""
-    return with_templates(problem, np.flatnonzero((problem.templates.nodes > 0).sum(axis=1) == 1))
+    return with_templates(problem, homogeneous_templates(problem))
 
 
 def homo_joint(problem: AllocationProblem, *, solver: Solver | None = None) -> AllocationResult:
