@@ -17,13 +17,19 @@ import httpx
 import psutil
 import pytest
 
+from artifacts.demand import append_demand
 from artifacts.plans import list_plans
 from artifacts.store import open_store
-from coral_core.cloud.events import EventKind, FleetCondition
+from coral_core.clock import SystemClock
+from coral_core.config.demand import DemandSpec
 from coral_core.config.resolve import resolve_scenario
 from coral_core.config.scenario import load_scenario
+from coral_core.config.settings import Settings
+from coral_core.forecast import DemandSample
 from tasks.executor import InlineExecutor
 from tasks.library import build_library, build_spec_from_scenario
+from tasks.providers import open_provider
+from tasks.watch import Watched, WatchPolicy, keep_watch, look
 
 pytestmark = [
     pytest.mark.servers,
@@ -32,7 +38,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-NEWS = FleetCondition(kind=EventKind.INSTANCE_DEAD, subject="i-1", detail="i-1: one of its nodes has ended")
 
 
 def free_port():
@@ -169,28 +174,38 @@ def test_the_schedule_fires_by_itself_again_and_again_and_never_twice_at_once(qu
     assert len(list_plans(quiet.store, "blue")) == len(scheduled)
 
 
-def test_an_event_starts_one_run_at_once(quiet, monkeypatch):
+def test_news_that_the_watch_sees_starts_one_run_at_once(quiet, tmp_path):
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     from flows.events import PrefectRuns
 
+    resolved = resolve_scenario(load_scenario("tiny"))
+    provider = open_provider(Settings(rehearsal=tmp_path / "rehearsal"))
+    watched = Watched(resolved=resolved, store=quiet.store, fleet="blue", provider=provider, demand=DemandSpec())
     before = {run["id"] for run in quiet.runs()}
+    said = []
     with temporary_settings({PREFECT_API_URL: quiet.api}):
         runs = PrefectRuns("blue")
-        seen = runs.seen(time.time())
-        assert not seen.running
-        asked_s = time.time()
-        assert asked_s > seen.last_start_s > asked_s - 300
-        runs.tell([NEWS])
-        runs.ask([NEWS])
-        PrefectRuns("green").ask([NEWS])
-        await_("a run", lambda: runs.seen(time.time()).running)
-        await_("its end", lambda: not runs.seen(time.time()).running)
-        assert runs.seen(time.time()).last_start_s > asked_s
-    time.sleep(3)
+        assert not runs.seen(time.time()).running
+        PrefectRuns("green").ask([])  # of another fleet
+        begun_s = time.time()
+        asked = DemandSample(time_s=begun_s, duration_s=60, model="phi-4", requests_per_s=1000.0)
+        append_demand(quiet.store, "blue", [asked], source="gateway")
+        keep_watch(
+            lambda: look(watched),
+            runs,
+            WatchPolicy(poll_s=1.0, window_s=20.0),
+            clock=SystemClock(),
+            sleep=time.sleep,
+            say=said.append,
+            looks=30,
+        )
+        await_("the run's end", lambda: (s := runs.seen(time.time())).last_start_s > begun_s and not s.running)
     new = [run for run in quiet.runs() if run["id"] not in before]
     assert [(run["created_by"]["type"], run["state"]["type"]) for run in new] == [("AUTOMATION", "COMPLETED")]
     assert new[0]["parameters"]["params"]["fleet"] == "blue"
+    assert said[0].startswith("demand-above-plan: phi-4: 1e+03 requests/s are asked for, the plan holds ")
+    assert said.count("asked for a run because of 1 piece of news") == 1
 
 
 def test_failed_runs_and_shortfalls_are_told(quiet, webhook):
