@@ -415,14 +415,27 @@ def test_a_run_killed_at_any_step_is_continued_by_the_next(nursery, store, tmp_p
         assert [run.outcome for run in list_runs(here, "blue")][-2:] == [Outcome.INTERRUPTED, Outcome.CONVERGED]
 
 
-def test_a_dead_run_keeps_others_out_until_its_lease_has_run_out(nursery, store, tmp_path):
+def test_a_run_that_hangs_keeps_others_out_for_its_lease_only_and_stops_when_it_wakes(
+    nursery, store, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     params = mortal_params(tmp_path, 1)
-    assert nursery.run({**params, "acting": {**MORTAL, "lease_s": 6.0}}, cwd=tmp_path, die_at=2)["code"] == -9
-    died_at = time.monotonic()
+    params["acting"] = {**MORTAL, "lease_s": 8.0}
+    nursery.begin(params, cwd=tmp_path, sleep_at=2, sleep_s=20.0)  # just after it has started a node
+    end = time.monotonic() + 60
+    while truth(store)[1] == 0 and time.monotonic() < end:
+        time.sleep(0.1)
+    hung_at = time.monotonic()
     early = nursery.run(params, cwd=tmp_path)
-    assert early["name"] == "LeaseHeld" or time.monotonic() - died_at > 5
-    time.sleep(max(0.0, died_at + 6.3 - time.monotonic()))
+    assert early["name"] == "LeaseHeld"
+    time.sleep(max(0.0, hung_at + 8.3 - time.monotonic()))
     assert nursery.run(params, cwd=tmp_path)["name"] == "Completed"
+    assert time.monotonic() - hung_at < 20
+    woken = nursery.ended()
+    assert woken["name"] == "LeaseLost"
+    assert "holds it since" in woken["message"]
+    assert truth(store) == wish(store)
+    assert [run.outcome for run in list_runs(store, "blue")] == [Outcome.INTERRUPTED, Outcome.CONVERGED]
 
 
 def test_of_two_runs_at_once_one_acts_and_the_other_says_why_not(nursery, store, tmp_path, monkeypatch):
