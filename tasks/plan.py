@@ -141,7 +141,11 @@ def scenario_templates(resolved: ResolvedScenario, snapshot: LibrarySnapshot) ->
 
 def selected_templates(chosen: Sequence[Mapping[str, Any]], snapshot: LibrarySnapshot) -> pa.Table:
     """The snapshot's rows that any of the selections names: model, variant, phases, SLO."""
-    rows = snapshot.read(models=list(dict.fromkeys(item["model"] for item in chosen)))
+    return selected_rows(chosen, snapshot.read(models=list(dict.fromkeys(item["model"] for item in chosen))))
+
+
+def selected_rows(chosen: Sequence[Mapping[str, Any]], rows: pa.Table) -> pa.Table:
+    """Those of a library's rows that any of the selections names."""
     wanted = pa.array(np.zeros(rows.num_rows, dtype=bool))
     for item in chosen:
         mask = pc.is_in(rows["phase"], value_set=pa.array(item["phases"]))

@@ -30,6 +30,7 @@ from coral_core.errors import InputError, NoSolutionError
 app = App(name="evaluate", help="Policies compared on a scenario, in the simulator; how settings change a library.")
 
 app.command("coral_core.cli.evaluate_split:split", name="split")
+app.command("coral_core.cli.evaluate_levers:levers", name="levers")
 
 
 @app.default
