@@ -7,7 +7,7 @@ import json
 import pytest
 
 from coral_core.cli.entry import run
-from coral_core.config.scenario import scenario_text
+from tests.fakes.tiny_text import tiny_without_headroom
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def coral(tmp_path, monkeypatch, capsys):
 def test_the_option_keeps_what_is_dropped_and_the_plan_is_the_same(coral, tmp_path):
     # The published split leaves more templates that a smaller one beats.
     path = tmp_path / "tiny.yaml"
-    path.write_text(scenario_text("tiny").replace("rho: 12}", "rho: 12, method: lattice}"), encoding="utf-8")
+    path.write_text(tiny_without_headroom().replace("rho: 12}", "rho: 12, method: lattice}"), encoding="utf-8")
     pruned = coral("library", "build", "--scenario", path, "--executor", "inline")
     plan = coral("plan", "--scenario", path)
     everything = coral("library", "build", "--scenario", path, "--executor", "inline", "--keep-all")
@@ -44,7 +44,7 @@ def test_the_option_keeps_what_is_dropped_and_the_plan_is_the_same(coral, tmp_pa
 
 def test_the_scenario_may_ask_for_all(coral, tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text(scenario_text("tiny").replace("rho: 12}", "rho: 12, keep_all: true}"), encoding="utf-8")
+    path.write_text(tiny_without_headroom().replace("rho: 12}", "rho: 12, keep_all: true}"), encoding="utf-8")
     built = coral("library", "build", "--scenario", path, "--executor", "inline")
     assert built["parameters"]["keep_all"] is True
     assert built["statistics"]["dominated"] == 0

@@ -9,7 +9,7 @@ import pytest
 from artifacts.library import open_library
 from artifacts.store import open_store
 from coral_core.cli.entry import run
-from coral_core.config.scenario import scenario_text
+from tests.fakes.tiny_text import tiny_without_headroom
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def coral(here, capsys):
 @pytest.fixture
 def small(here):
     """`tiny`, smaller still: one model, two nodes a template."""
-    text = scenario_text("tiny").replace("n_max: 3", "n_max: 2").replace("name: tiny", "name: small")
+    text = tiny_without_headroom().replace("n_max: 3", "n_max: 2").replace("name: tiny", "name: small")
     head, _, tail = text.partition("  - model: gpt-oss-20b")
     path = here / "small.yaml"
     path.write_text(head + tail[tail.index("library:") :])

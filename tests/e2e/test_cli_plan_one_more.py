@@ -7,7 +7,7 @@ import json
 import pytest
 
 from coral_core.cli.entry import run
-from coral_core.config.scenario import scenario_text
+from tests.fakes.tiny_text import tiny_without_headroom
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def coral(tmp_path, monkeypatch, capsys):
 
 
 def scenario(path, nodes):
-    text = scenario_text("tiny").replace("n_max: 3", "n_max: 2").replace("name: tiny", "name: small")
+    text = tiny_without_headroom().replace("n_max: 3", "n_max: 2").replace("name: tiny", "name: small")
     head, _, tail = text.partition("  - model: gpt-oss-20b")
     supply = f"availability: {{kind: constant, nodes: {json.dumps(nodes)}}}\n" if nodes else ""
     path.write_text(head + tail[tail.index("library:") :] + supply)
