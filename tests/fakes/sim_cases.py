@@ -10,6 +10,7 @@ from coral_core.sim.inputs import (
     UNLIMITED,
     LifecycleEvent,
     NodeTiming,
+    Routing,
     SimInput,
     SimInstance,
     SimModel,
@@ -137,7 +138,13 @@ def random_simulation(
         models=models,
         instances=tuple(instances),
         requests=asked,
-        options=SimOptions(end_s=100_000.0, compiled=compiled, epoch_starts_s=(0.0, 5.0, 10.0)),
+        options=SimOptions(
+            end_s=100_000.0,
+            compiled=compiled,
+            epoch_starts_s=(0.0, 5.0, 10.0),
+            stream_kv=seed % 2 == 1,
+            routing=list(Routing)[seed // 2 % 2],
+        ),
         lifecycle=tuple(lifecycle),
     )
 
