@@ -32,9 +32,12 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def server():
     """A Prefect server of its own; the URL of its API."""
+    from prefect.logging.configuration import setup_logging
     from prefect.settings import get_current_settings
     from prefect.testing.utilities import prefect_test_harness
 
+    # Else the first flow run does it, in the middle of a test, whose `caplog` then hears nothing more.
+    setup_logging()
     with prefect_test_harness(server_startup_timeout=180):
         yield get_current_settings().api.url
     with warnings.catch_warnings():
