@@ -31,6 +31,8 @@ app = App(name="evaluate", help="Policies compared on a scenario, in the simulat
 
 app.command("coral_core.cli.evaluate_split:split", name="split")
 app.command("coral_core.cli.evaluate_levers:levers", name="levers")
+app.command("coral_core.cli.evaluate_results:assumptions", name="assumptions")
+app.command("coral_core.cli.evaluate_results:tables", name="tables")
 
 
 @app.default
