@@ -36,6 +36,7 @@ for group, text in {
     "artifacts": "List, show, fetch and tidy what lies in the object store.",
     "bench": "Measure what the work takes on this machine.",
     "evaluate": "Compare settings, policies and scenarios.",
+    "gateway": "OpenAI's API in front of the fleet's instances, and its keys.",
     "flows": "Prefect: run the flows, serve the deployments.",
 }.items():
     app.command(f"coral_core.cli.{group}:app", name=group, help=text)

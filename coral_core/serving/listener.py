@@ -1,0 +1,96 @@
+"""The HTTP server under the applications: uvicorn, with a time limit on headers and errors of the API's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from coral_core.errors import ServingError
+from coral_core.serving.refusals import bad_request
+
+_MOST_HEADER_BYTES: Final = 64 * 1024
+_IDLE_S: Final = 30
+_BACKLOG: Final = 1024
+
+
+def _patient_for(header_s: float) -> type[asyncio.Protocol]:
+    """The protocol of one listener: a connection whose request line and headers do not come in time is closed."""
+
+    class Patient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # which of uvicorn's two is chosen at run time
+        def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - as in the base class
+            super().connection_made(transport)
+            self._overdue = self.loop.call_later(header_s, self._too_slow)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            at_work = self.cycle is not None and not self.cycle.response_complete
+            if at_work:
+                self._overdue.cancel()
+            elif self._overdue.cancelled():  # the next request on this connection has begun to come
+                self._overdue = self.loop.call_later(header_s, self._too_slow)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._overdue.cancel()
+            super().connection_lost(exc)
+
+        def _too_slow(self) -> None:
+            self._overdue.cancel()
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.close()
+
+        def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the base class's text is for a plain answer
+            body = bad_request("this is no HTTP request, or its headers are too long", code="invalid_http").body
+            head = (
+                "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+            self.transport.close()
+
+    return Patient
+
+
+class Listener(uvicorn.Server):
+    """One application on one socket. Whoever runs it sets `should_exit`; signals are not its business."""
+
+    def __init__(self, app: Any, *, header_s: float, drain_s: float) -> None:  # noqa: ANN401 - an ASGI application
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=_patient_for(header_s),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=_IDLE_S,
+                timeout_graceful_shutdown=max(1, round(drain_s)),
+                h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A listening socket; ServingError where the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        found = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ServingError(
+            f"cannot listen: {error.strerror or error}", where=f"{host}:{port}", fix="is another process there already?"
+        ) from None
+    found.settimeout(0)
+    return found

@@ -1,0 +1,142 @@
+"""The gateway as a process: its two listeners, the probes of the engines, the writer of demand, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import aiohttp
+
+from coral_core.clock import Clock
+from coral_core.serving.admin import Admin
+from coral_core.serving.demand_meter import DemandMeter, DemandSink
+from coral_core.serving.gateway import Gateway
+from coral_core.serving.keys import KeyRing
+from coral_core.serving.listener import Listener
+from coral_core.serving.metrics import GatewayMetrics
+from coral_core.serving.table import InstanceSpec, ModelTerms, RoutingTable
+from coral_core.serving.terms import GatewayTerms
+from coral_core.serving.upstream import lists_model, new_session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayPlan:
+    """All that a gateway is made of. Without an admin token there is no admin side; without a sink demand is not told."""
+
+    models: tuple[ModelTerms, ...]
+    instances: tuple[InstanceSpec, ...]
+    terms: GatewayTerms
+    keys: KeyRing
+    admin_token: str | None = None
+    demand_sink: DemandSink | None = None
+
+
+def new_gateway(plan: GatewayPlan, session: aiohttp.ClientSession, clock: Clock) -> Gateway:
+    """The application with its table filled; no instance is ready before it has been probed."""
+    terms = plan.terms
+    table = RoutingTable(plan.models, eject_s=terms.eject_s, eject_after=terms.eject_after)
+    for spec in plan.instances:
+        table.register(spec)
+    return Gateway(
+        table=table,
+        session=session,
+        keys=plan.keys,
+        clock=clock,
+        terms=terms,
+        metrics=GatewayMetrics(table),
+        meter=DemandMeter(models=table.pools, clock=clock),
+    )
+
+
+async def probe_all(gateway: Gateway) -> None:
+    """Ask every engine once whether it answers and serves its model."""
+    members = gateway.table.members
+    timeout_s = gateway.terms.probe_timeout_s
+    asked = (lists_model(gateway.session, one.spec.url, one.spec.model, timeout_s=timeout_s) for one in members)
+    for member, answers in zip(members, await asyncio.gather(*asked), strict=True):
+        gateway.table.probed(member, answers=answers, now_s=gateway.clock.monotonic_s())
+
+
+async def serve(
+    plan: GatewayPlan,
+    public: socket.socket,
+    admin: socket.socket | None,
+    clock: Clock,
+    *,
+    stop: asyncio.Event | None = None,
+    started: Callable[[Gateway], object] = lambda _: None,
+) -> None:
+    """Serve until `stop` is set (SIGTERM and SIGINT set it), then finish what runs, for `drain_s` at most.
+
+    A second signal breaks off what runs. `started` is called once the engines have been probed.
+    """
+    stop = stop or asyncio.Event()
+    terms = plan.terms
+    async with new_session(connect_s=terms.connect_s) as session:
+        gateway = new_gateway(plan, session, clock)
+        listeners = [(Listener(gateway, header_s=terms.header_s, drain_s=terms.drain_s), public)]
+        if admin is not None and plan.admin_token is not None:
+            app = Admin(gateway=gateway, token=plan.admin_token)
+            listeners.append((Listener(app, header_s=terms.header_s, drain_s=1.0), admin))
+        await probe_all(gateway)
+        with _signals(stop, listeners[0][0]):
+            background = [asyncio.create_task(_every(terms.probe_s, lambda: probe_all(gateway)))]
+            if plan.demand_sink is not None:
+                sink = plan.demand_sink
+                background.append(asyncio.create_task(_every(terms.demand_every_s, lambda: _tell(gateway, sink))))
+            servers = [asyncio.create_task(server.serve(sockets=[where])) for server, where in listeners]
+            started(gateway)
+            ended = asyncio.create_task(stop.wait())
+            await asyncio.wait([ended, *servers], return_when=asyncio.FIRST_COMPLETED)
+            gateway.draining = True
+            for (server, _), task in zip(listeners, servers, strict=True):  # the public one first: it may take long
+                server.should_exit = True
+                await task
+            await _end([ended, *background])
+        if plan.demand_sink is not None:
+            await _tell(gateway, plan.demand_sink)
+
+
+async def _tell(gateway: Gateway, sink: DemandSink) -> None:
+    samples = gateway.meter.take_untold()
+    if samples:
+        await asyncio.to_thread(gateway.meter.tell, samples, sink)
+
+
+async def _every(interval_s: float, work: Callable[[], Awaitable[object]]) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        await work()
+
+
+async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:
+    for task in tasks:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event, public: Listener) -> Iterator[None]:
+    """SIGTERM and SIGINT end the gateway, the second one at once. Nothing where this is not the main thread."""
+
+    def on_signal() -> None:
+        public.force_exit = stop.is_set()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

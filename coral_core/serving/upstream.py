@@ -1,0 +1,119 @@
+"""HTTP to the engines: one connection pool, and every way in which an engine can fail as one error with its cause."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import aiohttp
+
+from coral_core.errors import ServingError
+
+_IDLE_S: Final = 4.0
+"""Engines close idle connections after 5 s (vLLM's default); a request sent on one that is being closed is lost."""
+_BUSY: Final = frozenset({408, 425, 429})
+_MISPLACED: Final = frozenset({401, 403, 404, 405})
+"""Refusals that are about the gateway's own doing: its client cannot help them."""
+
+
+class UpstreamError(ServingError):
+    """An engine failed a request. `cause` is one of a few words (a metric's label).
+
+    `gone`: there is no connection to it; `answered`: it is there and refused or failed this request.
+    """
+
+    kind = "upstream"
+
+    def __init__(self, what: str, *, cause: str = "", gone: bool = False, where: str = "", fix: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.cause = cause
+        self.gone = gone
+
+    @property
+    def answered(self) -> bool:
+        """Whether the same engine may do better with another way of asking."""
+        return self.cause in {"status", "broken"}
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether time ran out."""
+        return self.cause == "timeout"
+
+
+class RejectedError(ServingError):
+    """The engine finds the request wrong (4xx): its own answer is for the client, and no other engine is asked."""
+
+    kind = "rejected"
+
+    def __init__(self, what: str, *, status: int = 400, body: bytes = b"", where: str = "", fix: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.status = status
+        self.body = body
+
+
+def new_session(*, connect_s: float) -> aiohttp.ClientSession:
+    """A session for engines: no limit of its own on connections, no cookies, no proxies, no time limit but on connecting."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
+        read_bufsize=1 << 18,
+        skip_auto_headers=("User-Agent", "Accept-Encoding"),
+    )
+
+
+@asynccontextmanager
+async def posted(
+    session: aiohttp.ClientSession, url: str, body: bytes, request_id: str
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The engine's answer, its status 200; leaving before its end closes the connection, which aborts the request there.
+
+    Raises UpstreamError and RejectedError.
+    """
+    headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+    try:
+        async with session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+            if response.status != 200:
+                await _refuse(response)
+            yield response
+    except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
+        raise _as_upstream(error) from None
+
+
+async def read_all(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    """The whole body; UpstreamError where it is longer than `most_bytes`."""
+    parts, size = [], 0
+    async for part in response.content.iter_any():
+        size += len(part)
+        if size > most_bytes:
+            raise UpstreamError(f"the engine's answer is longer than {most_bytes} bytes", cause="broken")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def lists_model(session: aiohttp.ClientSession, url: str, model: str, *, timeout_s: float) -> bool:
+    """Whether the engine answers and serves the model."""
+    try:
+        async with asyncio.timeout(timeout_s), session.get(f"{url}/v1/models") as response:
+            listed = await response.json() if response.status == 200 else {}
+            return any(one.get("id") == model for one in listed.get("data", ()))
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, AttributeError, TypeError):
+        return False
+
+
+async def _refuse(response: aiohttp.ClientResponse) -> None:
+    status = response.status
+    body = await read_all(response, 1 << 16)
+    if 400 <= status < 500 and status not in _BUSY | _MISPLACED:
+        raise RejectedError(f"the engine answered {status}", status=status, body=body)
+    raise UpstreamError(f"the engine answered {status}", cause="busy" if status in _BUSY | {503} else "status")
+
+
+def _as_upstream(error: Exception) -> UpstreamError:
+    if isinstance(error, TimeoutError):  # of connecting: aiohttp has no other limit here
+        return UpstreamError("the engine does not accept connections", cause="connect", gone=True)
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return UpstreamError("the engine cannot be reached", cause="connect", gone=True)
+    return UpstreamError("the engine broke the connection", cause="reset")
