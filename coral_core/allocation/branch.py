@@ -32,8 +32,10 @@ from coral_core.allocation.wide import Effort
 from coral_core.solver.program import Solver
 
 Room = Callable[[float], float]
+Improve = Callable[[list[UnitColumn]], float]
 
 _WHOLE = 1e-6
+_FIRST_IMPROVED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +59,25 @@ class _Branch:
 
 
 def branch(
-    book: PlanBook, aim: Aim, root: Generated, solver: Solver, effort: Effort, *, value: float, room: Room
+    book: PlanBook,
+    aim: Aim,
+    root: Generated,
+    solver: Solver,
+    effort: Effort,
+    *,
+    value: float,
+    room: Room,
+    improve: Improve,
 ) -> Branched:
-    """Raise the bound towards `value`, that of the best plan known, less the `room` for that value; whatever beats it lowers it."""
-    number, found, closed, pool = 0, [], [], list(root.pool)
+    """Raise the bound towards `value`, that of the best plan known, less the `room` for that value; whatever beats it lowers it.
+
+    `improve` is asked now and then, ever less often, what it can make of the plans generated so far; it returns the best value.
+    """
+    number, found, closed, pool, asking = 0, [], [], list(root.pool), _FIRST_IMPROVED
     queue = [(root.prices.bound, number, _Branch(book=book, generated=root))]
     while queue and queue[0][0] < value - room(value) and time.perf_counter() < effort.deadline_s:
+        if number >= asking:
+            value, asking = min(value, improve(pool)), 2 * asking
         bound, _, top = heapq.heappop(queue)
         mix = _mix(top)
         whole = _whole(top, mix)

@@ -47,6 +47,7 @@ _FIRST_PLANS = 500
 _GROWTH = 4
 _SHARE = 0.3
 _BOOK_SHARE = 0.5
+_IMPROVE_SHARE = 0.1
 _MARGINS_FRAC = (0.0, 1e-8, 1e-7)
 
 
@@ -190,7 +191,7 @@ class _Search:
                     cost_bound = max(cost_bound, self._reach(Aim(shortfall=least), effort))
                 return self._found(cost_bound, bound)
         if self._open(most, bound, effort):
-            bound = max(bound, self._reach(most, effort.within(0.6), generated))
+            bound = max(bound, self._reach(most, effort.within(0.7), generated))
         cost_bound = self._reach(Aim(shortfall=self.shortfall + SHORTFALL_TOLERANCE / 2), effort)
         return self._found(cost_bound, bound)
 
@@ -204,8 +205,21 @@ class _Search:
         value = self._value(aim)
         if not (self._open(aim, bound, effort) and math.isfinite(value)):
             return bound
-        room, solver = partial(self._room, aim, effort), self.solver
-        branched = branch(self.book, aim, generated, solver, effort.within(0.8), value=value, room=room)
+
+        def improve(pool: list[UnitColumn]) -> float:
+            self._solve(aim, effort.within(_IMPROVE_SHARE), self._used(pool))
+            return self._value(aim)
+
+        branched = branch(
+            self.book,
+            aim,
+            generated,
+            self.solver,
+            effort.within(0.9),
+            value=value,
+            room=partial(self._room, aim, effort),
+            improve=improve,
+        )
         for origin in branched.origins:
             choice = self._choice_of(origin)
             self.choice = choice if self._better(choice) else self.choice

@@ -174,7 +174,7 @@ def test_branching_finds_the_best_and_proves_it(data, book):
     known = value(book, aim, data.draw(st.sampled_from([c for c in every if value(book, aim, c) < math.inf])))
     root = find_plan_prices(book, aim, SOLVER, effort())
     assert root.prices.bound <= best + 1e-9
-    found = branch(book, aim, root, SOLVER, effort(), value=known, room=lambda _: 1e-7)
+    found = branch(book, aim, root, SOLVER, effort(), value=known, room=lambda _: 1e-7, improve=lambda _: math.inf)
     reached = min([known, *(value(book, aim, origin[:, :, 1]) for origin in found.origins)])
     assert found.bound <= best + 1e-9
     assert reached == pytest.approx(best, abs=1e-6)
