@@ -102,7 +102,7 @@ class SizePoint:
 class TimePoint:
     """Gap proven within a time limit, over seeds; `unserved`: how many plans did not serve everything.
 
-    `proven`: how many are within the gap wished for, of the shortfall as of the cost; `worst_unproven_shortfall`: how far a
+    `proven`: how many are within the gap wished for, of the shortfall as of the cost; `worst_unproven_shortfall_frac`: how far a
     weighted shortfall is from its bound.
     """
 
@@ -115,7 +115,7 @@ class TimePoint:
     median_core_s: float
     unserved: int
     proven: int
-    worst_unproven_shortfall: float
+    worst_unproven_shortfall_frac: float
 
 
 def in_mode(resolved: ResolvedScenario, mode: Mode, *, method: LibraryMethod) -> ResolvedScenario:
@@ -357,7 +357,7 @@ def gap_over_time(
             median_core_s=float(np.median([core_s for _, _, core_s in runs])),
             unserved=sum(not result.full for result, _, _ in runs),
             proven=sum(result.status is AllocationStatus.OPTIMAL for result, _, _ in runs),
-            worst_unproven_shortfall=max(
+            worst_unproven_shortfall_frac=max(
                 result.statistics["shortfall_weighted"] - result.statistics["shortfall_bound"] for result, _, _ in runs
             ),
         )

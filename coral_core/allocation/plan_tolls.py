@@ -92,10 +92,10 @@ class Aim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """Plans that no other beats in price and fraction served: both ascend; `pick` (f, parts): where each comes from."""
+    """Plans that no other beats in value (price with toll) and fraction served: both ascend; `pick` (f, parts): where each comes from."""
 
     served_frac: Floats
-    price: Floats
+    value: Floats
     pick: Ints
 
     @classmethod
@@ -104,28 +104,28 @@ class Front:
         order = np.argsort(price, kind="stable")
         most = np.maximum.accumulate(served_frac[order])
         order = order[np.concatenate(([True], most[1:] > most[:-1]))]
-        return cls(served_frac=served_frac[order], price=price[order], pick=pick[order])
+        return cls(served_frac=served_frac[order], value=price[order], pick=pick[order])
 
     def beside(self, other: Front) -> Front:
         """The front of both together, regions apart; more than everything is everything."""
-        a, b = (part.ravel() for part in np.indices((len(self.price), len(other.price))))
+        a, b = (part.ravel() for part in np.indices((len(self.value), len(other.value))))
         served = self.served_frac[a] + other.served_frac[b]
         served = np.where(served >= 1.0 - SERVED_TOLERANCE_FRAC, 1.0, served)
-        front = Front.of(served, self.price[a] + other.price[b], np.arange(len(a)))
+        front = Front.of(served, self.value[a] + other.value[b], np.arange(len(a)))
         pick = np.concatenate((self.pick[a[front.pick]], other.pick[b[front.pick]]), axis=1)
-        return Front(served_frac=front.served_frac, price=front.price, pick=pick)
+        return Front(served_frac=front.served_frac, value=front.value, pick=pick)
 
     def least_beside(self, served_frac: Floats, most_missing: float, missing_price: float) -> Floats:
         """(n,): least price of the front, and of what is missing then, beside plans that serve `served_frac`."""
         if missing_price == 0.0 or most_missing <= SERVED_TOLERANCE_FRAC:
             need = 1.0 - most_missing - served_frac - 2 * SERVED_TOLERANCE_FRAC
-            price = np.append(self.price, np.inf)
+            price = np.append(self.value, np.inf)
             return np.asarray(price[np.searchsorted(self.served_frac, need, side="left")])
         found = np.empty(len(served_frac))
-        step = max(_CELLS_MAX // max(len(self.price), 1), 1)
+        step = max(_CELLS_MAX // max(len(self.value), 1), 1)
         for start in range(0, len(served_frac), step):
             missing = 1.0 - served_frac[start : start + step, None] - self.served_frac[None, :]
-            price = self.price + missing_price * np.maximum(missing, 0.0)
+            price = self.value + missing_price * np.maximum(missing, 0.0)
             price[missing > most_missing + 2 * SERVED_TOLERANCE_FRAC] = np.inf
             found[start : start + step] = price.min(axis=1)
         return found
@@ -159,7 +159,7 @@ class PlanPrices:
     """
 
     toll: Floats
-    shortfall_price: float
+    missing_worth: float
     bound: float
     least: Floats
     fronts: list[list[Front]]
@@ -192,7 +192,7 @@ def find_plan_prices(
     """The best prices found within the effort, from those `before`, until their bound is `enough`."""
     pool = list(before.pool) if before else []
     toll = before.prices.toll if before else np.zeros(book.available.shape)
-    missing_price = before.prices.shortfall_price if before else 0.0
+    missing_price = before.prices.missing_worth if before else 0.0
     best = price_units(book, aim, toll, missing_price if aim.by_cost else 1.0)
     found, weight, complete = best, np.zeros(0), False
     for _ in range(_ITERATIONS):
@@ -207,20 +207,20 @@ def find_plan_prices(
         if complete or time.perf_counter() > effort.deadline_s:
             break
         toll = _SMOOTHING * best.toll + (1 - _SMOOTHING) * master.toll
-        missing_price = _SMOOTHING * best.shortfall_price + (1 - _SMOOTHING) * master.shortfall_price
+        missing_price = _SMOOTHING * best.missing_worth + (1 - _SMOOTHING) * master.missing_worth
         found = price_units(book, aim, toll, missing_price)
         best = found if found.bound > best.bound else best
     weight = np.append(weight, np.zeros(len(pool) - len(weight)))
     return Generated(prices=best, pool=pool, weight=weight, complete=complete)
 
 
-def price_units(book: PlanBook, aim: Aim, toll: Floats, shortfall_price: float) -> PlanPrices:
+def price_units(book: PlanBook, aim: Aim, toll: Floats, missing_worth: float) -> PlanPrices:
     """The cheapest plan of every unit at these prices, and the bound that they prove."""
     factor, most_missing = float(aim.by_cost), book.most_missing_frac(aim.shortfall)
     fronts, priced, least = [], [], []
     cheapest: list[UnitColumn] = []
     for u, own in enumerate(book.plans):
-        missing_price = shortfall_price * float(book.weight[u])
+        missing_price = missing_worth * float(book.weight[u])
         priced.append([factor * p.price_usd_per_h + p.nodes @ toll[r] for r, p in enumerate(own)])
         fronts.append(
             [
@@ -232,7 +232,7 @@ def price_units(book: PlanBook, aim: Aim, toll: Floats, shortfall_price: float) 
         for other in fronts[-1][1:]:
             front = front.beside(other)
         missing = np.maximum(1.0 - front.served_frac, 0.0)
-        total = front.price + missing_price * missing
+        total = front.value + missing_price * missing
         total[missing > most_missing[u] + 2 * SERVED_TOLERANCE_FRAC] = np.inf
         best = int(np.argmin(total))
         least.append(float(total[best]))
@@ -248,10 +248,10 @@ def price_units(book: PlanBook, aim: Aim, toll: Floats, shortfall_price: float) 
             )
         )
     paid = math.fsum((book.available * toll).ravel())
-    allowed = shortfall_price * aim.shortfall if aim.shortfall is not None else 0.0
+    allowed = missing_worth * aim.shortfall if aim.shortfall is not None else 0.0
     return PlanPrices(
         toll=toll,
-        shortfall_price=shortfall_price,
+        missing_worth=missing_worth,
         bound=math.fsum([*least, -paid, -allowed]),
         least=np.array(least),
         fronts=fronts,
@@ -265,10 +265,10 @@ def bounds_if_used(book: PlanBook, aim: Aim, prices: PlanPrices) -> list[list[Fl
     most_missing = book.most_missing_frac(aim.shortfall)
     found = []
     for u, own in enumerate(book.plans):
-        missing_price = prices.shortfall_price * float(book.weight[u])
+        missing_price = prices.missing_worth * float(book.weight[u])
         base, rows = prices.bound - float(prices.least[u]), []
         for r, plans in enumerate(own):
-            rest = Front(served_frac=np.zeros(1), price=np.zeros(1), pick=np.zeros((1, 0), dtype=np.int64))
+            rest = Front(served_frac=np.zeros(1), value=np.zeros(1), pick=np.zeros((1, 0), dtype=np.int64))
             for k, other in enumerate(prices.fronts[u]):
                 rest = rest.beside(other) if k != r else rest
             beside = rest.least_beside(plans.served_frac, float(most_missing[u]), missing_price)
@@ -282,7 +282,7 @@ class _Master:
     value: float
     weight: Floats
     toll: Floats
-    shortfall_price: float
+    missing_worth: float
 
 
 def _master(book: PlanBook, aim: Aim, pool: list[UnitColumn], solver: Solver, effort: Effort) -> _Master | None:
@@ -326,5 +326,5 @@ def _master(book: PlanBook, aim: Aim, pool: list[UnitColumn], solver: Solver, ef
         value=answer.objective,
         weight=answer.x[:n],
         toll=paid[:-1].reshape(book.available.shape),
-        shortfall_price=float(paid[-1]) if aim.by_cost else 1.0,
+        missing_worth=float(paid[-1]) if aim.by_cost else 1.0,
     )

@@ -113,7 +113,7 @@ def test_gap_over_time_takes_every_seed_and_limit():
     assert seen == [0, 1, 2]
     assert [point.time_limit_s for point in points] == [1.0, 2.0]
     assert all(point.unserved == 1 for point in points)
-    assert all(point.proven == 3 and point.worst_unproven_shortfall < 1e-6 for point in points)
+    assert all(point.proven == 3 and point.worst_unproven_shortfall_frac < 1e-6 for point in points)
     assert all(point.worst_solve_s >= point.median_solve_s > 0 for point in points)
 
 
