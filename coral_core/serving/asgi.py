@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 from coral_core.serving.refusals import RefusedError
 
@@ -16,6 +16,8 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 
 JSON = (b"content-type", b"application/json")
+_DISCARDED: Final = 16
+"""Times the longest body that are read and thrown away."""
 
 
 class ClientGoneError(Exception):
@@ -28,7 +30,10 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 async def read_body(scope: Scope, receive: Receive, *, most_bytes: int, limit_s: float) -> bytes:
-    """The request's JSON body. RefusedError for another type (415), too much (413) or too slow (408); ClientGoneError."""
+    """The request's JSON body. RefusedError for another type (415), too much (413) or too slow (408); ClientGoneError.
+
+    What is too long is read on for a while and thrown away: a client that is cut off while it sends sees no answer.
+    """
     kind = (header(scope, b"content-type") or b"application/json").partition(b";")[0].strip().lower()
     if kind != b"application/json":
         raise RefusedError(
@@ -36,7 +41,7 @@ async def read_body(scope: Scope, receive: Receive, *, most_bytes: int, limit_s:
         )
     too_long = RefusedError(f"the request is longer than {most_bytes} bytes", status=413, code="request_too_large")
     stated = header(scope, b"content-length")
-    if stated is not None and stated.isdigit() and int(stated) > most_bytes:
+    if stated is not None and stated.isdigit() and int(stated) > _DISCARDED * most_bytes:
         raise too_long
     parts, size, more = [], 0, True
     try:
@@ -47,12 +52,17 @@ async def read_body(scope: Scope, receive: Receive, *, most_bytes: int, limit_s:
                     raise ClientGoneError
                 part = message.get("body", b"")
                 size += len(part)
-                if size > most_bytes:
+                if size > _DISCARDED * most_bytes:
                     raise too_long
-                parts.append(part)
+                if size <= most_bytes:
+                    parts.append(part)
                 more = message.get("more_body", False)
     except TimeoutError:
+        if size > most_bytes:
+            raise too_long from None
         raise RefusedError(f"the request did not arrive within {limit_s:g} s", status=408, code="timeout") from None
+    if size > most_bytes:
+        raise too_long
     return b"".join(parts)
 
 

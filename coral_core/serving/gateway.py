@@ -7,6 +7,7 @@ Order of the checks: key (401), the key's limits (429), body (408, 413, 415, 400
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import uuid
@@ -45,6 +46,7 @@ from coral_core.serving.waiting import Ticket, Waiting
 _METHODS: Final = {CHAT: "POST", TEXT: "POST", "/v1/models": "GET", "/health": "GET", "/metrics": "GET"}
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _STREAM: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+_FAREWELL_S: Final = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -107,6 +109,10 @@ class Gateway:
             await self._refuse(exchange, error)
         except ClientGoneError:
             exchange.status = "499"
+        except asyncio.CancelledError:
+            if not self.draining:
+                raise
+            await self._refuse_at_the_end(exchange)
         except RejectedError as error:
             exchange.status = str(error.status)
             await answer(send, error.status, _shaped(error.body, error.status), [JSON, *exchange.headers])
@@ -226,6 +232,16 @@ class Gateway:
         exchange.status = "cut"
         event = b"data: " + error.body + b"\n\n"
         await exchange.send({"type": "http.response.body", "body": event, "more_body": False})
+
+    async def _refuse_at_the_end(self, exchange: _Exchange) -> None:
+        """The gateway's own time is up: its client learns that much, if it listens."""
+        task = asyncio.current_task()
+        if task is not None:
+            task.uncancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FAREWELL_S):
+                why = "the gateway shuts down"
+                await self._refuse(exchange, not_ready(why, self.terms.retry_after_s, code="gateway_unavailable"))
 
     def _models(self, name: str) -> bytes:
         """The list of models, or one of them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,43 +16,54 @@ from coral_core.serving.refusals import bad_request
 _MOST_HEADER_BYTES: Final = 64 * 1024
 _IDLE_S: Final = 30
 _BACKLOG: Final = 1024
+_LINGER_S: Final = 1.0
 
 
-def _patient_for(header_s: float) -> type[asyncio.Protocol]:
-    """The protocol of one listener: a connection whose request line and headers do not come in time is closed."""
+class _Patient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # which of uvicorn's two is chosen at run time
+    """One connection. It is closed when its request line and headers do not come within `header_s`."""
 
-    class Patient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # which of uvicorn's two is chosen at run time
-        def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - as in the base class
-            super().connection_made(transport)
-            self._overdue = self.loop.call_later(header_s, self._too_slow)
+    header_s = 10.0
+    refused = False
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            at_work = self.cycle is not None and not self.cycle.response_complete
-            if at_work:
-                self._overdue.cancel()
-            elif self._overdue.cancelled():  # the next request on this connection has begun to come
-                self._overdue = self.loop.call_later(header_s, self._too_slow)
+    def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - as in the base class
+        super().connection_made(transport)
+        self._overdue = self.loop.call_later(self.header_s, self._too_slow)
 
-        def connection_lost(self, exc: Exception | None) -> None:
+    def data_received(self, data: bytes) -> None:
+        if self.refused:
+            return
+        super().data_received(data)
+        if not self._is_idle:
             self._overdue.cancel()
-            super().connection_lost(exc)
+        elif self._overdue.cancelled() and not self.refused:  # the next request on this connection has begun to come
+            self._overdue = self.loop.call_later(self.header_s, self._too_slow)
 
-        def _too_slow(self) -> None:
-            self._overdue.cancel()
-            if self.cycle is None or self.cycle.response_complete:
-                self.transport.close()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._overdue.cancel()
+        super().connection_lost(exc)
 
-        def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the base class's text is for a plain answer
-            body = bad_request("this is no HTTP request, or its headers are too long", code="invalid_http").body
-            head = (
-                "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.write(head.encode() + body)
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _too_slow(self) -> None:
+        self._overdue.cancel()
+        if self._is_idle:
             self.transport.close()
 
-    return Patient
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the base class's text is for a plain answer
+        body = bad_request("this is no HTTP request, or its headers are too long", code="invalid_http").body
+        head = (
+            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        # To close while the client still sends would reset the connection, and take the answer back.
+        self.refused = True
+        self._overdue.cancel()
+        self._overdue = self.loop.call_later(_LINGER_S, self.transport.close)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
 
 class Listener(uvicorn.Server):
@@ -63,7 +73,7 @@ class Listener(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_patient_for(header_s),
+                http=type("Patient", (_Patient,), {"header_s": header_s}),
                 ws="none",
                 lifespan="off",
                 log_config=None,

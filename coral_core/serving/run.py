@@ -94,12 +94,24 @@ async def serve(
             ended = asyncio.create_task(stop.wait())
             await asyncio.wait([ended, *servers], return_when=asyncio.FIRST_COMPLETED)
             gateway.draining = True
-            for (server, _), task in zip(listeners, servers, strict=True):  # the public one first: it may take long
+            for (server, _), task in zip(listeners, servers, strict=True):
                 server.should_exit = True
+                if gateway.running == 0:  # else the admin side tells how much still runs
+                    listeners[-1][0].should_exit = True
                 await task
+                await _left(server)
             await _end([ended, *background])
         if plan.demand_sink is not None:
             await _tell(gateway, plan.demand_sink)
+
+
+async def _left(server: Listener) -> None:
+    """What was broken off says so to its client, and ends."""
+    if server.force_exit:
+        for task in server.server_state.tasks:
+            task.cancel()
+    if server.server_state.tasks:
+        await asyncio.wait(server.server_state.tasks, timeout=2.0)
 
 
 async def _tell(gateway: Gateway, sink: DemandSink) -> None:

@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 
-import pytest
-
-pytest.importorskip("aiohttp", reason="needs the extra `serve`")
-
 from coral_core.domain.workload import Phase
 from tests.fakes.fake_engine import Way
 from tests.fakes.gateway_case import CHAT, TEXT, chat, events_in, gateway_case, spoken, text, until

@@ -1,0 +1,250 @@
+"""What the gateway refuses, with which status, and what it makes of bytes that are no request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from coral_core.domain.workload import Phase
+from coral_core.serving.limits import KeyTerms
+from tests.fakes.fake_engine import Way
+from tests.fakes.gateway_case import CHAT, KEY, TEXT, Case, chat, gateway_case, spoken, terms_of, text, until
+
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+
+
+async def raw(case: Case, data: bytes, *, within_s: float = 5.0) -> bytes:
+    """All that comes back for these bytes until the gateway ends the connection."""
+    reader, writer = await asyncio.open_connection(*case.url.removeprefix("http://").split(":"))
+    try:
+        writer.write(data)
+        return await asyncio.wait_for(reader.read(), within_s)
+    finally:
+        writer.close()
+
+
+def head(length: object, *lines: str) -> bytes:
+    return "\r\n".join([f"POST {CHAT} HTTP/1.1", "Host: x", f"Content-Length: {length}", *lines, "", ""]).encode()
+
+
+def test_what_is_wrong_with_a_request_is_named():
+    async def go():
+        async with gateway_case(max_body_bytes=2000) as case:
+            wrong = [
+                (chat(model="other"), CHAT, 404, "model", "model_not_found"),
+                (chat(model=""), CHAT, 400, "model", "missing_required_parameter"),
+                (chat(model=7), CHAT, 400, "model", "invalid_type"),
+                ({"model": "tiny"}, CHAT, 400, "messages", "missing_required_parameter"),
+                (chat(messages=[]), CHAT, 400, "messages", "missing_required_parameter"),
+                (chat(messages=["hello"]), CHAT, 400, "messages[0]", None),
+                (chat(messages={"role": "user"}), CHAT, 400, "messages", "invalid_type"),
+                (chat(max_tokens=0), CHAT, 400, "max_tokens", None),
+                (chat(max_tokens=True), CHAT, 400, "max_tokens", "invalid_type"),
+                (chat(max_completion_tokens=1.5), CHAT, 400, "max_completion_tokens", "invalid_type"),
+                (chat(n=-1), CHAT, 400, "n", None),
+                (chat(stream="yes"), CHAT, 400, "stream", "invalid_type"),
+                (chat(stream_options={"include_usage": True}), CHAT, 400, "stream_options", None),
+                (
+                    chat(kv_transfer_params={"remote_host": "x"}),
+                    CHAT,
+                    400,
+                    "kv_transfer_params",
+                    "unsupported_parameter",
+                ),
+                (text(prompt={"a": 1}), TEXT, 400, "prompt", "invalid_type"),
+                (text(prompt=[1, "a"]), TEXT, 400, "prompt", None),
+                (text(prompt=[[1], []]), TEXT, 400, "prompt", None),
+                (chat(user="x" * 3000), CHAT, 413, None, "request_too_large"),
+                ([1, 2], CHAT, 400, None, "invalid_json"),
+            ]
+            for document, path, status, param, code in wrong:
+                found = await case.post(document, path)
+                error = found[2]["error"]
+                assert (found[0], error["param"], error["code"]) == (status, param, code), document
+                assert set(error) == {"message", "type", "param", "code"}
+                assert error["type"] == "invalid_request_error"
+            for data in (b"", b"{", b"\xff\xfe", b'{"model": NaN}', b"[" * 1500):
+                async with case.session.post(case.url + CHAT, data=data) as response:
+                    assert response.status == 415
+                kind = {"Content-Type": "application/json; charset=utf-8"}
+                async with case.session.post(case.url + CHAT, data=data, headers=kind) as response:
+                    assert (response.status, (await response.json())["error"]["code"]) == (400, "invalid_json"), data
+            assert not case.engines["a"].asked
+            metrics = case.gateway.metrics.text().decode()
+            assert "other" not in metrics
+            assert 'requests_total{model="",status="404"} 1.0' in metrics
+
+    asyncio.run(go())
+
+
+def test_paths_methods_models_and_health():
+    async def go():
+        async with gateway_case() as case:
+            asked = [
+                ("GET", "/v1/models", 200),
+                ("GET", "/v1/models/tiny", 200),
+                ("GET", "/v1/models/other", 404),
+                ("GET", "/health", 200),
+                ("GET", "/metrics", 200),
+                ("GET", CHAT, 405),
+                ("POST", "/health", 405),
+                ("GET", "/", 404),
+                ("GET", "/v1/../admin", 404),
+            ]
+            for method, path, status in asked:
+                async with case.session.request(method, case.url + path) as response:
+                    assert response.status == status, path
+            async with case.session.get(case.url + "/v1/models") as response:
+                assert [one["id"] for one in (await response.json())["data"]] == ["tiny"]
+            case.gateway.draining = True
+            async with case.session.get(case.url + "/health") as response:
+                assert response.status == 503
+            status, headers, found = await case.post(chat())
+            assert (status, headers["retry-after"], found["error"]["code"]) == (503, "10", "gateway_unavailable")
+
+    asyncio.run(go())
+
+
+def test_bytes_that_are_no_request_get_an_error_of_the_same_shape():
+    async def go():
+        async with gateway_case(header_s=0.3, body_s=0.3, max_body_bytes=1000) as case:
+            for data in (
+                b"hello\r\n\r\n",
+                head(-1),
+                b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 200_000 + b"\r\n\r\n",
+                b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40) + b"\r\n\r\n",
+            ):
+                answer = await raw(case, data)
+                assert answer.startswith(b"HTTP/1.1 400 "), data[:20]
+                assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+            assert (await raw(case, head(10**12))).startswith(b"HTTP/1.1 413 ")
+            chunked = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+            assert (await raw(case, chunked + b"400\r\n" + b" " * 1024 + b"\r\n")).startswith(b"HTTP/1.1 413 ")
+            begun_s = time.monotonic()
+            assert await raw(case, b"POST /v1/chat") == b""  # headers that never end
+            assert (await raw(case, head(100) + b"{")).startswith(b"HTTP/1.1 408 ")  # nor the body
+            assert (await raw(case, head(8000) + b" " * 8000)).startswith(b"HTTP/1.1 413 ")
+            async with case.session.get(case.url + "/health") as response:
+                assert response.status == 200
+            reader, writer = await asyncio.open_connection(*case.url.removeprefix("http://").split(":"))
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.write(b"GET /hea")  # a second request that never ends
+            assert b"HTTP" not in await asyncio.wait_for(reader.read(), 5)
+            writer.close()
+            assert time.monotonic() - begun_s < 10
+            assert case.gateway.running == 0
+
+    asyncio.run(go())
+
+
+def test_keys_and_their_limits():
+    async def go():
+        terms = KeyTerms(requests_per_s=0.5, burst_requests=3, concurrent_requests=1)
+        async with gateway_case(key=terms) as case:
+            engine = case.engines["a"]
+            for headers in (
+                {},
+                {"Authorization": "Bearer no"},
+                {"Authorization": f"Basic {KEY}"},
+                {"Authorization": "Bearer"},
+            ):
+                status, answered, found = await case.post(chat(), headers=headers)
+                assert (status, found["error"]["code"], answered["www-authenticate"]) == (
+                    401,
+                    "invalid_api_key",
+                    "Bearer",
+                )
+                assert found["error"]["type"] == "authentication_error"
+            for path, status in (("/health", 200), ("/metrics", 401), ("/v1/models", 401)):
+                async with case.session.get(case.url + path) as response:
+                    assert response.status == status
+            engine.tell(delay_s=60.0)
+            running = asyncio.create_task(case.post(chat(), headers=AUTHORIZED))
+            await until(lambda: engine.running == 1)
+            status, answered, found = await case.post(chat(), headers=AUTHORIZED)
+            assert (status, found["error"]["code"], answered["retry-after"]) == (429, "concurrency_limit", "1")
+            engine.release.set()
+            assert (await running)[0] == 200
+            for _ in range(2):
+                assert (await case.post(chat(), headers=AUTHORIZED))[0] == 200
+            status, answered, found = await case.post(chat(), headers=AUTHORIZED)
+            assert (status, found["error"]["code"], answered["retry-after"]) == (429, "rate_limit_exceeded", "2")
+            assert found["error"]["type"] == "rate_limit_error"
+            assert len(engine.asked) == 3
+
+    asyncio.run(go())
+
+
+def test_a_queue_beyond_the_slo_turns_requests_away_and_they_count_as_demand():
+    async def go():
+        model = terms_of(ttft_s=0.5)
+        async with gateway_case(models=(model,), weights={"a": 4.0}) as case:
+            engine = case.engines["a"]
+            engine.tell(delay_s=60.0, times=9)
+            # One is at work; two more are done within 0.5 s at 4 requests/s, a fourth is not.
+            running = [asyncio.create_task(case.events(chat())) for _ in range(4)]
+            await until(lambda: engine.running == 4)
+            status, headers, found = await case.post(chat(stream=True))
+            assert (status, headers["retry-after"], found["error"]["code"]) == (429, "1", "model_overloaded")
+            assert 'waiting_requests{for="first_token",model="tiny"} 4.0' in case.gateway.metrics.text().decode()
+            engine.release.set()
+            assert {spoken(one) for one in await asyncio.gather(*running)} == {"t0 t1 t2 t3 "}
+            assert (await case.post(chat()))[0] == 200
+            [sample] = case.gateway.meter.cut()
+            assert sample.requests_per_s * sample.duration_s == pytest.approx(6)
+            assert (sample.mean_input_tokens, sample.mean_output_tokens) == (7.0, 4.0)
+
+    asyncio.run(go())
+
+
+def test_a_known_model_without_an_instance_is_not_ready():
+    async def go():
+        async with gateway_case(models=(terms_of(), terms_of("later"))) as case:
+            status, headers, found = await case.post(chat(model="later"))
+            assert (status, headers["retry-after"], found["error"]["code"]) == (503, "10", "model_not_ready")
+            case.gateway.table.report("a", ready=False)
+            assert (await case.post(chat()))[0] == 503
+            case.gateway.table.report("a", ready=True)
+            assert (await case.post(chat()))[0] == 200
+
+    asyncio.run(go())
+
+
+def test_the_gateway_has_its_own_limit_on_requests():
+    async def go():
+        async with gateway_case(max_requests=1) as case:
+            engine = case.engines["a"]
+            engine.tell(delay_s=60.0)
+            running = asyncio.create_task(case.post(chat()))
+            await until(lambda: engine.running == 1)
+            assert (await case.post(chat()))[2]["error"]["code"] == "gateway_unavailable"
+            engine.release.set()
+            assert (await running)[0] == 200
+
+    asyncio.run(go())
+
+
+def test_a_bug_is_logged_and_answered_in_shape(caplog, monkeypatch):
+    async def go():
+        async with gateway_case() as case:
+            monkeypatch.setattr("coral_core.serving.gateway.parse_request", lambda *_: 1 / 0)
+            status, _, found = await case.post(chat())
+            assert (status, found["error"]["code"]) == (500, "internal_error")
+            assert "ZeroDivisionError" in caplog.text
+
+    asyncio.run(go())
+
+
+def test_an_answer_that_is_too_long_is_no_answer():
+    async def go():
+        async with gateway_case({"a": Phase.AGGREGATED}, max_answer_bytes=100) as case:
+            status, _, found = await case.post(chat())
+            assert (status, found["error"]["message"]) == (502, "the engine's answer is longer than 100 bytes")
+            case.engines["a"].tell(Way.WELL)
+            assert spoken(await case.events(chat())) == "t0 t1 t2 t3 "
+
+    asyncio.run(go())
