@@ -9,6 +9,7 @@ from typing import get_args
 import numpy as np
 
 from coral_core.allocation.coverage import members_by_kind
+from coral_core.allocation.preferences import node_usd_per_h
 from coral_core.domain.allocation import (
     AllocationProblem,
     DemandRow,
@@ -24,6 +25,8 @@ from coral_core.solver.choose import Preference as SolverPreference
 _SUM_NOISE = 1e-9
 MAX_COUNT = 10**9
 """Nodes, instances: above this a count is a typing error, and products would leave int64."""
+MIN_DEMAND = 1e-100
+"""Requests/s, tokens/s: a demand below this is none, and fractions of it would leave the range of floats."""
 
 
 def check_problem(problem: AllocationProblem) -> None:
@@ -32,6 +35,8 @@ def check_problem(problem: AllocationProblem) -> None:
     A running template that is not among the templates is legal (it is stopped at no cost), so is a demand without any
     template (shortfall) and a template without demand (never used).
     """
+    if not problem.regions and (problem.demand or len(problem.templates)):
+        raise InputError("no region to rent nodes in", where="regions", fix="name at least one")
     _unique(problem.regions, "regions")
     _unique(problem.configs, "configs")
     _check_nodes(problem)
@@ -69,6 +74,12 @@ def _unique(names: Sequence[str], where: str) -> None:
 def _amount(value: float, where: str) -> None:
     if not (math.isfinite(value) and value >= 0):
         raise InputError(f"{value} is not a finite number >= 0", where=where)
+
+
+def _rate(value: float, where: str) -> None:
+    _amount(value, where)
+    if 0 < value < MIN_DEMAND:
+        raise InputError(f"{value} is below {MIN_DEMAND}", where=where, fix="state 0 for no demand")
 
 
 def _count(value: int, where: str) -> None:
@@ -141,7 +152,7 @@ def _check_row(row: DemandRow, where: str, *, has_aggregated: bool) -> None:
     for name in ("tokens_per_s", "requests_per_s"):
         value = getattr(row, name)
         if value is not None:
-            _amount(value, f"{where}.{name}")
+            _rate(value, f"{where}.{name}")
     if row.phase is not Phase.AGGREGATED and has_aggregated and row.requests_per_s is None:
         raise InputError(f"model {row.model!r} has aggregated templates, so its rows need requests_per_s", where=where)
     if row.tokens_per_s and row.requests_per_s == 0:
@@ -183,6 +194,12 @@ def _check_preferences(problem: AllocationProblem) -> None:
         if (item.model, item.config, item.region) == (None, None, None):
             raise InputError("it prefers nothing to anything", where=where, fix="name a model, config or region")
         _check_names(problem, item, where)
+    # infinite, they would exclude: a demand that could be met would be stated as missing
+    with np.errstate(over="ignore", invalid="ignore"):
+        for model in sorted({str(item.model) for item in problem.preferences}):
+            for r, c in np.argwhere(~np.isfinite(node_usd_per_h(problem, model)))[:1].tolist():
+                place = f"{problem.configs[c]!r} in {problem.regions[r]!r}"
+                raise InputError(f"together they make the price of {place} infinite", where="preferences")
 
 
 def _check_pools(problem: AllocationProblem) -> None:

@@ -127,7 +127,7 @@ def wide_price_front(price: Floats, throughput: Floats, most: float) -> Ints:
     if not most > 0:
         finite = np.flatnonzero(np.isfinite(price))
         return finite[price_front(price[finite], throughput[finite])]
-    bins = (throughput * (_BINS / most)).astype(np.int64)
+    bins = (throughput / most * _BINS).astype(np.int64)  # in this order: most may be tiny
     least = np.full(_BINS + 2, np.inf)
     np.minimum.at(least, bins, price)
     above = np.minimum.accumulate(least[::-1])[::-1][1:]

@@ -105,6 +105,9 @@ def _enters(model: str, phase: Phase, row: DemandRow) -> bool:
 def _check_rows(problem: AllocationProblem, result: AllocationResult, held: dict[tuple[int, int], int]) -> None:
     if len(result.shortfall) != len(problem.demand):
         raise PlanViolationError(f"{len(result.shortfall)} entries for {len(problem.demand)} rows", where="shortfall")
+    for i in result.floor_deficit:
+        if not 0 <= i < len(problem.demand):
+            raise PlanViolationError(f"there are {len(problem.demand)} rows", where=f"floor_deficit[{i}]")
     for i, row in enumerate(problem.demand):
         templates = problem.templates
         inside = (n for (t, _), n in held.items() if _enters(templates.models[t], templates.phases[t], row))

@@ -80,6 +80,7 @@ def with_shortfall(index, **fields):
         (changed(instances=instances(dr0=3, dr1=1)), "demand[1]: 4 instances"),
         (changed(instances=instances(pr0=2, dr0=2, pr1=1, dr1=1)), "floor_deficit[2]"),
         (changed(floor_deficit={2: 1}), "floor_deficit[2]"),
+        (changed(floor_deficit={9: 1}), "floor_deficit[9]"),
         (changed(shortfall=PLAN.shortfall[:2]), "shortfall"),
         (changed(shortfall=PLAN.shortfall[::-1]), "shortfall[0]"),
         (with_shortfall(2, frac=0.0), "shortfall[2]"),
