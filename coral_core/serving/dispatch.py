@@ -138,10 +138,10 @@ class Dispatcher:
             response = await stack.enter_async_context(posted(self.session, url, body, request_id))
             if not request.stream:
                 content = await read_all(response, self.terms.max_answer_bytes)
-                usage = _whole(content).usage
+                usage = _whole(content, request.choices).usage
                 tokens = (usage.prompt_tokens, usage.completion_tokens) if usage else (None, None)
                 return Answer(member=member, first=content, input_tokens=tokens[0], output_tokens=tokens[1])
-            relay = EventRelay(passes_usage=request.wants_usage)
+            relay = EventRelay(passes_usage=request.wants_usage, choices=request.choices)
             first = b""
             while not first:
                 first = await _next_events(response, relay)
@@ -201,9 +201,9 @@ async def _next_events(response: aiohttp.ClientResponse, relay: EventRelay) -> b
     return DONE
 
 
-def _whole(content: bytes) -> Any:  # noqa: ANN401 - a Chunk, whose module's name is its own
+def _whole(content: bytes, choices: int = 1) -> Any:  # noqa: ANN401 - a Chunk, whose module's name is its own
     try:
-        return read_whole(content)
+        return read_whole(content, choices=choices)
     except BrokenStreamError as error:
         raise UpstreamError(error.what, cause="broken") from None
 

@@ -30,12 +30,16 @@ _FOR_ENGINES_ONLY: Final = ("kv_transfer_params",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """A request for one model. `transferable`: one prompt, one answer, whose KV cache can go from prefill to decode."""
+    """A request for one model. `choices`: how many answers it gets, over all its prompts.
+
+    `transferable`: one prompt, one answer, whose KV cache can go from prefill to decode.
+    """
 
     path: str
     model: str
     stream: bool
     wants_usage: bool
+    choices: int
     transferable: bool
     document: dict[str, Any]
 
@@ -78,14 +82,15 @@ def parse_request(path: str, body: bytes) -> CompletionRequest:
         if count is not None and count < 1:
             raise bad_request(f"{name} must be at least 1, not {count}", param=name)
     prompts = _prompts(path, document)
-    answers = max(document.get("n") or 1, document.get("best_of") or 1)
+    answers = document.get("n") or 1
     return CompletionRequest(
         path=path,
         model=model,
         stream=bool(stream),
         wants_usage=bool(options and options.get("include_usage")),
+        choices=prompts * answers,
         # The decode engine would fetch the same cache once per answer, and the first fetch frees it.
-        transferable=prompts == 1 and answers == 1,
+        transferable=prompts * max(answers, document.get("best_of") or 1) == 1,
         document=document,
     )
 

@@ -47,29 +47,29 @@ class BrokenStreamError(ServingError):
     kind = "broken_stream"
 
 
-def read_whole(body: bytes) -> Chunk:
-    """An answer that came whole; BrokenStreamError where it is not finished."""
+def read_whole(body: bytes, *, choices: int = 1) -> Chunk:
+    """An answer of so many choices that came whole; BrokenStreamError where it is not finished."""
     try:
         answer = _decode_chunk(body)
     except msgspec.MsgspecError as error:
         raise BrokenStreamError(f"the engine's answer is no completion: {error}") from None
-    if answer.given_up or not answer.choices or any(choice.finish_reason is None for choice in answer.choices):
+    if answer.given_up or sum(choice.finish_reason is not None for choice in answer.choices) < choices:
         raise BrokenStreamError("the engine ended the answer before it was finished")
     return answer
 
 
 class EventRelay:
-    """Takes bytes as they come, gives whole events to pass on, and knows whether all that began was finished.
+    """Takes bytes as they come, gives whole events to pass on, and knows whether all `choices` were finished.
 
     The final event with the usage is passed on only where the client asked for it (`passes_usage`).
     """
 
-    __slots__ = ("_began", "_finished", "_held", "_passes_usage", "done", "input_tokens", "output_tokens")
+    __slots__ = ("_choices", "_finished", "_held", "_passes_usage", "done", "input_tokens", "output_tokens")
 
-    def __init__(self, *, passes_usage: bool) -> None:
+    def __init__(self, *, passes_usage: bool, choices: int = 1) -> None:
         self._held = b""
         self._passes_usage = passes_usage
-        self._began: set[int] = set()
+        self._choices = choices
         self._finished: set[int] = set()
         self.done = False
         self.input_tokens: int | None = None
@@ -105,7 +105,6 @@ class EventRelay:
         if chunk.given_up:
             raise BrokenStreamError("the engine ended the answer before it was finished")
         for choice in chunk.choices:
-            self._began.add(choice.index)
             if choice.finish_reason is not None:
                 self._finished.add(choice.index)
         if chunk.usage is not None:
@@ -114,5 +113,5 @@ class EventRelay:
 
     def end(self) -> None:
         """The connection has ended; BrokenStreamError where the answer had not."""
-        if not self._began or self._began != self._finished:
+        if len(self._finished) < self._choices:
             raise BrokenStreamError("the engine ended the answer before it was finished")

@@ -103,12 +103,16 @@ class FakeEngine:
         reason = {Way.ENDS: None, Way.ABORTS: "abort"}.get(turn.way, "length")
         text = "".join(f"t{number} " for number in range(count))
         choice = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        prompt = document.get("prompt")
+        prompts = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
         answer: dict[str, Any] = {
             "id": "x",
             "object": "chat.completion" if chat else "text_completion",
             "created": 1,
             "model": self.model,
-            "choices": [{"index": i, "finish_reason": reason, **choice} for i in range(document.get("n") or 1)],
+            "choices": [
+                {"index": i, "finish_reason": reason, **choice} for i in range(prompts * (document.get("n") or 1))
+            ],
             "usage": {"prompt_tokens": 7, "completion_tokens": count, "total_tokens": 7 + count},
         }
         if self.produces and (document.get("kv_transfer_params") or {}).get("do_remote_decode"):

@@ -49,7 +49,7 @@ def test_requests_are_spread_by_weight():
 
 def test_before_the_first_byte_another_instance_answers_once():
     async def go():
-        async with gateway_case(TWO, first_byte_s=0.15, eject_after=1000) as case:
+        async with gateway_case(TWO, first_byte_s=0.4, eject_after=1000) as case:
             a, b = case.engines["a"], case.engines["b"]
             faults = [way for way in Way if way is not Way.WELL]
             for way in faults:
@@ -88,7 +88,7 @@ def test_before_the_first_byte_another_instance_answers_once():
 
 def test_after_the_first_byte_nothing_is_tried_again_and_the_stream_ends_with_an_error():
     async def go():
-        async with gateway_case(TWO, stall_s=0.2, eject_after=1000) as case:
+        async with gateway_case(TWO, stall_s=0.4, eject_after=1000) as case:
             a, b = case.engines["a"], case.engines["b"]
             for way in (Way.CUT, Way.ENDS, Way.ABORTS, Way.ERROR_EVENT, Way.GARBAGE, Way.STALLS):
                 before = len(a.asked) + len(b.asked)

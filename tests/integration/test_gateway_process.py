@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 import yaml
 
 from coral_core.cli.entry import run
+from coral_core.clock import SystemClock
+from coral_core.forecast import DemandSample
 from tests.fakes.fake_engine import FakeEngine, fake_engine
 from tests.fakes.gateway_case import CHAT, MODEL, TOKEN, chat, events_in, spoken
 
@@ -154,3 +157,59 @@ def test_keys_are_made_and_hashed(capsys, monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.StringIO(bad))
         assert run(["gateway", "hash-key"]) == 2
         assert "key" in capsys.readouterr().err
+
+
+def test_what_it_says_when_it_has_started_and_ended(tmp_path, capsys, monkeypatch):
+    path = files(tmp_path, "http://127.0.0.1:9", keys_file=None)
+
+    async def briefly(plan, public, admin, _clock, *, started):
+        from coral_core.serving.run import new_gateway
+
+        started(new_gateway(plan, None, SystemClock()))
+        public.close()
+        admin.close()
+
+    monkeypatch.setattr("coral_core.serving.run.serve", briefly)
+    assert run(["gateway", "run", "--config", str(path)]) == 0
+    said = capsys.readouterr()
+    assert "serving on http://127.0.0.1:" in said.out
+    assert "ready: none; a not yet" in said.out
+    assert "stopped" in said.out
+    assert "anybody on this machine may ask" in said.err
+    assert run(["gateway", "run", "--config", str(path), "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["event"], line.get("not_ready")) for line in lines] == [("started", ["a"]), ("stopped", None)]
+
+
+def test_an_address_that_is_taken_is_told(tmp_path, capsys):
+    from coral_core.serving.listener import bound_socket
+
+    with bound_socket("127.0.0.1", 0) as taken:
+        path = files(tmp_path, "http://h:9", keys_file=None, listen={"port": taken.getsockname()[1]})
+        assert run(["gateway", "run", "--config", str(path)]) == 8
+    assert "cannot listen" in capsys.readouterr().err
+
+
+def test_without_the_extra_it_says_what_to_install(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("coral_core.cli.gateway._NEEDED", ("no_such_library",))
+    assert run(["gateway", "hash-key", "--new"]) == 2
+    assert "coral-serve[serve]" in capsys.readouterr().err
+
+
+def test_demand_goes_to_the_fleets_place_in_the_store(tmp_path, monkeypatch):
+    from coral_core.cli.gateway import _sink
+
+    monkeypatch.setenv("CORAL_FLEET", "demo")
+    _sink((tmp_path / "store").as_uri())([DemandSample(time_s=1e9, duration_s=60.0, model="m", requests_per_s=1.0)])
+    assert [path.parent.parent.name for path in (tmp_path / "store").rglob("*-gateway-*.jsonl")] == ["demo"]
+
+
+def test_the_documented_files_are_right(tmp_path, capsys):
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    for name, file in (("gateway", "gateway.yaml"), ("keys", "keys.yaml")):
+        [block] = re.findall(rf"<!-- {name} file -->\n```yaml\n(.*?)```", text, re.DOTALL)
+        (tmp_path / file).write_text(block, encoding="utf-8")
+    (tmp_path / "admin.token").write_text(TOKEN, encoding="utf-8")
+    store = (tmp_path / "store").as_uri()
+    assert run(["gateway", "run", "--config", str(tmp_path / "gateway.yaml"), "--check", "--store", store]) == 0
+    assert "1 models on 3 instances" in capsys.readouterr().out
