@@ -10,6 +10,7 @@ steps.json without result.json: the run is under way, or has died. The lease tel
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -157,7 +158,8 @@ def read_identity(store: Store, fleet: str) -> FleetIdentity | None:
 def mark_regions(store: Store, fleet: str, regions: Iterable[str]) -> None:
     """Note, before anything is started there, that the fleet may have nodes in these regions."""
     for region in sorted(set(regions)):
-        store.put_once(fleet_region_key(fleet, region), canonical_json({"fleet": fleet, "region": region}))
+        with suppress(StoreConflictError):  # the name alone counts, whatever has become of the content
+            store.put_if_absent(fleet_region_key(fleet, region), canonical_json({"fleet": fleet, "region": region}))
 
 
 def used_regions(store: Store, fleet: str) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from artifacts.fleets import (
 )
 from artifacts.keys import plan_group, time_text
 from artifacts.leases import Lease, LeaseTaken, LeaseTerms, take_lease
-from artifacts.plans import PLAN, read_plan
+from artifacts.plans import PLAN, StoredPlan, read_plan
 from artifacts.store import Store, open_store
 from coral_core.cloud.apply import apply_plan, preview_plan
 from coral_core.cloud.budget import check_plan
@@ -50,7 +50,7 @@ from coral_core.domain.fleet import (
 )
 from coral_core.domain.hardware import Market, split_market
 from coral_core.domain.workload import Phase
-from coral_core.errors import CoralError, InputError, StoreConflictError
+from coral_core.errors import CoralError, InputError, StoreConflictError, StoreError, StoreUnreachableError
 from tasks.observe import cost_usd_per_h, foreign_lines, list_fleet
 from tasks.providers import Provider, open_provider
 
@@ -271,6 +271,16 @@ def whole_instances(nodes: Iterable[Node]) -> dict[tuple[str, str, Market], int]
     return counts
 
 
+def plan_or_damage(job: Job, time: datetime | None = None) -> StoredPlan | str:
+    """A recorded plan (the newest), or what is wrong with its files. Raises StoreUnreachableError, and InputError for none."""
+    try:
+        return read_plan(job.store, job.fleet, time)
+    except StoreUnreachableError:
+        raise
+    except StoreError as error:
+        return str(error)
+
+
 def wanted_of_plan(plan: Mapping[str, Any] | None) -> tuple[Wanted, ...]:
     """What a recorded plan wants of the fleet; nothing where there is none."""
     return () if plan is None else tuple(_wanted(item) for item in plan["instances"] if item["count"])
@@ -340,8 +350,10 @@ def _same(run: FleetRun, goal: Goal, job: Job) -> RunSteps | None:
     """The record of a dead run if it was after the same fleet."""
     if run.steps is None or not run.planned or run.steps.account != goal.fleet.account:
         return None
-    earlier = read_plan(job.store, job.fleet, run.time).plan
-    return run.steps if wanted_of_plan(earlier) == wanted_of_plan(goal.plan) else None
+    earlier = plan_or_damage(job, run.time)
+    if isinstance(earlier, str):
+        return None  # its lease has outlived what a cloud takes to list a start, so nothing of it is hidden by now
+    return run.steps if wanted_of_plan(earlier.plan) == wanted_of_plan(goal.plan) else None
 
 
 def _close(job: Job, run: FleetRun) -> None:

@@ -19,7 +19,17 @@ from coral_core.cloud.steps import ReconcilePolicy
 from coral_core.domain.fleet import Node, Offer
 from coral_core.domain.hardware import Market
 from coral_core.errors import InputError
-from tasks.apply import Goal, Job, all_regions, change_lines, limits_of, preview, wanted_of_plan, whole_instances
+from tasks.apply import (
+    Goal,
+    Job,
+    all_regions,
+    change_lines,
+    limits_of,
+    plan_or_damage,
+    preview,
+    wanted_of_plan,
+    whole_instances,
+)
 from tasks.observe import account_of, cost_usd_per_h, foreign_lines, list_fleet
 
 _HISTORY = 5
@@ -27,11 +37,15 @@ _HISTORY = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """What the fleet is meant to be: the record it comes from, and its plan (None: nothing at all, or no record)."""
+    """What the fleet is meant to be: the record it comes from, and its plan (None: nothing at all, or no record).
+
+    `damaged` says what is wrong with a plan that cannot be read: what is wanted is not known then.
+    """
 
     time: datetime | None
     mode: str
     stored: StoredPlan | None
+    damaged: str = ""
 
 
 def intent_of(job: Job) -> Intent:
@@ -39,14 +53,9 @@ def intent_of(job: Job) -> Intent:
     runs = list_runs(job.store, job.fleet, newest=_HISTORY, acted=True)
     acted = [run for run in runs if run.steps is not None]  # a damaged one says nothing
     if acted:
-        run = acted[-1]
-        return Intent(
-            time=run.time, mode=run.mode, stored=read_plan(job.store, job.fleet, run.time) if run.planned else None
-        )
+        return _intent(job, acted[-1].time, acted[-1].mode, planned=acted[-1].planned)
     times = list_plans(job.store, job.fleet)
-    if not times:
-        return Intent(time=None, mode="none", stored=None)
-    return Intent(time=times[-1], mode="plan", stored=read_plan(job.store, job.fleet, times[-1]))
+    return _intent(job, times[-1], "plan", planned=True) if times else Intent(time=None, mode="none", stored=None)
 
 
 def status_document(job: Job) -> dict[str, Any]:
@@ -76,13 +85,13 @@ def status_document(job: Job) -> dict[str, Any]:
             "instances": instances,
             "unhealthy": sum(row["condition"] != Condition.UP for row in instances),
             "foreign": [asdict(node) for node in foreign],
-            "notes": [*job.provider.notes, *foreign_lines(foreign)],
+            "notes": [*job.provider.notes, *([intent.damaged] if intent.damaged else ()), *foreign_lines(foreign)],
         }
     )
 
 
 def count_rows(nodes: Sequence[Node], intent: Intent) -> list[dict[str, Any]]:
-    """Whole instances that stand, and those wanted, of every template in every region and market that has either."""
+    """Whole instances that stand, and those wanted (None: not known), of all that there is of either."""
     found = whole_instances(nodes)
     wanted = wanted_of_plan(intent.stored.plan) if intent.stored else ()
     wish = {(w.spec.template_id, w.region, w.market): w.count for w in wanted}
@@ -92,7 +101,7 @@ def count_rows(nodes: Sequence[Node], intent: Intent) -> list[dict[str, Any]]:
             "region": region,
             "market": market,
             "running": found.get((template, region, market), 0),
-            "wanted": wish.get((template, region, market), 0),
+            "wanted": None if intent.damaged else wish.get((template, region, market), 0),
         }
         for template, region, market in sorted({*found, *wish})
     ]
@@ -148,6 +157,13 @@ def prices_of(stored: StoredPlan) -> dict[Offer, float]:
     return {_offer(item): item["price_usd_per_h"] for item in offers if item["price_usd_per_h"] is not None}
 
 
+def _intent(job: Job, time: datetime, mode: str, *, planned: bool) -> Intent:
+    stored = plan_or_damage(job, time) if planned else None
+    if isinstance(stored, str):
+        return Intent(time=time, mode=mode, stored=None, damaged=stored)
+    return Intent(time=time, mode=mode, stored=stored)
+
+
 def _planned_usd_per_h(intent: Intent) -> float | None:
     if intent.stored is not None:
         return float(intent.stored.plan["cost_usd_per_h"])
@@ -155,8 +171,12 @@ def _planned_usd_per_h(intent: Intent) -> float | None:
 
 
 def last_prices(job: Job) -> dict[Offer, float]:
-    """Prices as they were observed for the newest plan; none where there is no plan."""
-    return prices_of(read_plan(job.store, job.fleet)) if list_plans(job.store, job.fleet) else {}
+    """Prices as they were observed for the newest plan; none where there is no plan, or none that can be read.
+
+    Whoever releases a fleet asks them for its cost only, so that a damaged plan must not keep its nodes.
+    """
+    stored = plan_or_damage(job) if list_plans(job.store, job.fleet) else ""
+    return {} if isinstance(stored, str) else prices_of(stored)
 
 
 def _offer(item: Mapping[str, Any]) -> Offer:

@@ -91,7 +91,8 @@ def see(job: Job, wish: Wish) -> Observation:
 
 def plan_from(job: Job, wish: Wish, seen: Observation, lowered: Mapping[Offer, int] | None = None) -> PlanOutcome:
     """The cheapest plan for the demand to be planned for, from what was seen; `lowered` is what refusals have shown."""
-    last = read_plan(job.store, job.fleet) if list_plans(job.store, job.fleet) else None
+    needed = wish.keep_running or wish.demand.method != "scenario"  # else a damaged one must not stand in the way
+    last = read_plan(job.store, job.fleet) if needed and list_plans(job.store, job.fleet) else None
     demand = planned_demand(
         with_observed_prices(wish.resolved, seen.supply), job.store, job.fleet, wish.demand, now=seen.at, last=last
     )

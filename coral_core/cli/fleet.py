@@ -113,6 +113,8 @@ def show_counts(document: Mapping[str, Any]) -> None:
     ]
     if rows:
         print_table("Serving instances", ("template", "region", "market", "running", "wanted"), rows)
+    elif document["plan"]["time"] and document["planned_usd_per_h"] is None:
+        print_text("nothing runs, and what is wanted is not known")
     else:
         print_text("nothing runs and nothing is wanted")
     sick = [row for row in document["instances"] if row["condition"] != "up"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from artifacts.fleets import Outcome, list_runs, read_identity, read_run, used_regions
+from artifacts.keys import fleet_region_key, time_text
 from artifacts.leases import LeaseTaken, LeaseTerms
 from artifacts.plans import list_plans
 from coral_core.cloud.fake import Fault, Trouble
@@ -275,6 +276,37 @@ def test_teardown_releases_all_everywhere_and_nothing_of_others(acting):
     assert (run.mode, run.planned, len(run.result.foreign)) == ("teardown", False, 2)
     assert any("i-copied in east carries the fleet's name" in note for note in run.result.notes)
     assert run.time not in list_plans(acting.store, FLEET.name)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "decision.json"])
+def test_a_damaged_plan_keeps_no_nodes_and_is_told(acting, name):
+    acting.run(wanted(ONE, 2))
+    job = acting.job()
+    lease, stored = acting.lease(job), acting.record(wanted(ONE, 3))
+    acting.world.cloud.before_call = lambda operation: (_ for _ in ()).throw(Crash) if operation == "start" else None
+    with pytest.raises(Crash):
+        carry_out(job, lease, acting.goal(stored))
+    acting.world.cloud.before_call = None
+    where = f"plans/{FLEET.name}/{time_text(stored.record.time)}/{name}"
+    data = acting.store.get(where)
+    acting.store.put(where, data[: len(data) // 2])
+    acting.world.clock.advance(400)  # the dead run's lease is over
+    found = status_document(job)
+    assert [(row["running"], row["wanted"]) for row in found["counts"]] == [(2, None)]
+    assert (found["cost_usd_per_h"], found["planned_usd_per_h"]) == (None, None)
+    assert any(name in note and "damaged" in note for note in found["notes"])
+    lease = acting.lease(job)
+    done = carry_out(job, lease, release_of(job).goal)
+    lease.give_back()
+    assert (done.outcome, acting.world.cloud.held(also_ending=False)) == (Outcome.CONVERGED, [])
+    assert [run.outcome for run in runs(acting)] == [Outcome.CONVERGED, Outcome.INTERRUPTED, Outcome.CONVERGED]
+
+
+def test_a_damaged_note_of_a_region_still_names_it(acting):
+    acting.run(wanted(ONE, 2))
+    acting.store.put(fleet_region_key(FLEET.name, "east"), b"{")
+    assert acting.run(wanted(ONE, 1)).outcome is Outcome.CONVERGED
+    assert used_regions(acting.store, FLEET.name) == ("east", "west")
 
 
 def test_a_fleet_that_never_was_cannot_be_torn_down(acting):

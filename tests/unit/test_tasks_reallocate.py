@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from artifacts.fleets import FleetIdentity, Outcome, claim_fleet, list_runs
+from artifacts.keys import time_text
 from artifacts.library import open_library
 from artifacts.plans import list_plans
 from artifacts.store import open_store
@@ -21,7 +22,7 @@ from coral_core.cloud.supply import Gap, GapKind, Reading
 from coral_core.config.resolve import resolve_scenario
 from coral_core.config.scenario import load_scenario
 from coral_core.domain.hardware import Market
-from coral_core.errors import DataGapError, InputError, ProvisionError
+from coral_core.errors import DataGapError, InputError, ProvisionError, StoreError
 from tasks.apply import Job, carry_out, take
 from tasks.executor import InlineExecutor
 from tasks.library import build_library, build_spec_from_scenario
@@ -145,6 +146,14 @@ def test_the_last_plan_may_stand_for_what_runs(job, wish):
     job.provider.clock.advance(1)
     kept = plan_from(job, replace(wish, keep_running=True), see(job, wish))
     assert kept.plan["churn_usd_per_h"] == 0
+
+
+def test_a_damaged_last_plan_stops_only_those_who_need_it(job, wish):
+    stored = record_plan(job, plan_from(job, wish, see(job, wish)))
+    job.store.put(f"plans/{job.fleet}/{time_text(stored.record.time)}/plan.json", b"{")
+    assert plan_from(job, wish, see(job, wish)).plan["instances"]
+    with pytest.raises(StoreError, match="damaged"):
+        plan_from(job, replace(wish, keep_running=True), see(job, wish))
 
 
 def supply_without(job, what):
