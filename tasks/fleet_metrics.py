@@ -108,7 +108,7 @@ class FleetMetrics(Collector):
     def _held(self, fleet: str, recent: Sequence[FleetRun]) -> Samples:
         """Of the newest run that has looked; older than a day where nothing has run since."""
         acted = [run for run in recent if run.steps is not None and run.result is not None]
-        acted = acted or [r for r in list_runs(self._store, fleet) if r.steps is not None and r.result is not None]
+        acted = acted or [run for run in list_runs(self._store, fleet, newest=20, acted=True) if run.result is not None]
         if not acted:
             return {}
         result = acted[-1].result

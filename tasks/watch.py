@@ -210,7 +210,8 @@ def wanted_instances(store: Store, fleet: str) -> dict[tuple[str, str], int]:
 
     After a run that could not have all it wanted, what is missing is known: then only what is there is watched over.
     """
-    acted = [run for run in list_runs(store, fleet, newest=50) if run.planned and run.outcome in _ACTED]
+    runs = list_runs(store, fleet, newest=50, acted=True)
+    acted = [run for run in runs if run.planned and run.outcome in _ACTED]
     if not acted or acted[-1].outcome is not Outcome.CONVERGED:
         return {}
     wanted: Counter[tuple[str, str]] = Counter()
