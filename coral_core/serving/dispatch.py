@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
 
@@ -25,6 +25,8 @@ from coral_core.serving.table import Member, RoutingTable
 from coral_core.serving.terms import GatewayTerms
 from coral_core.serving.upstream import UpstreamError, posted, read_all
 from coral_core.serving.waiting import Ticket
+
+_LAST_BYTES_S: Final = 0.05
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +50,10 @@ class Answer:
             if passed:
                 yield passed
         self.input_tokens, self.output_tokens = relay.input_tokens, relay.output_tokens
+        # Read to its very end, or the connection would be closed and not used again.
+        with suppress(TimeoutError, aiohttp.ClientError, OSError):
+            async with asyncio.timeout(_LAST_BYTES_S):
+                await response.content.readany()
 
 
 @dataclass(slots=True, kw_only=True)

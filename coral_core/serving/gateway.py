@@ -187,15 +187,16 @@ class Gateway:
         decode_s = None
         if request.stream:
             first_s = self.clock.monotonic_s()
-            self.metrics.first_token(request.model, first_s - exchange.arrived_s)
+            self.metrics.first_token(request.model, found.member.spec.name, first_s - exchange.arrived_s)
             await self._stream(found, exchange)
             decode_s = self.clock.monotonic_s() - first_s
         else:
             await answer(exchange.send, 200, found.first, [JSON, *exchange.headers])
         exchange.status = "200"
         if found.input_tokens is not None and found.output_tokens is not None:
-            self.metrics.finished(request.model, found.input_tokens, found.output_tokens, decode_s)
-            self.meter.finished(request.model, found.input_tokens, found.output_tokens)
+            tokens = (found.input_tokens, found.output_tokens)
+            self.metrics.finished(request.model, found.member.spec.name, *tokens, decode_s)
+            self.meter.finished(request.model, *tokens)
 
     async def _stream(self, found: Answer, exchange: _Exchange) -> None:
         """All events. RefusedError where the engine breaks off or stalls, ClientGoneError where the client does not read."""

@@ -17,6 +17,7 @@ _MOST_HEADER_BYTES: Final = 64 * 1024
 _IDLE_S: Final = 30
 _BACKLOG: Final = 1024
 _LINGER_S: Final = 1.0
+_DEAF_MS: Final = 180_000
 
 
 class _Patient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # which of uvicorn's two is chosen at run time
@@ -103,4 +104,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
             f"cannot listen: {error.strerror or error}", where=f"{host}:{port}", fix="is another process there already?"
         ) from None
     found.settimeout(0)
+    if hasattr(
+        socket, "TCP_USER_TIMEOUT"
+    ):  # connections inherit it: one whose client reads nothing is not kept for ever
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAF_MS)
     return found

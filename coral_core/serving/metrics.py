@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -16,6 +16,8 @@ from coral_core.serving.table import RoutingTable
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each one, that nobody reads
 
 
 class _Now(Collector):
@@ -53,7 +55,7 @@ class GatewayMetrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(_Now(table))
         self._requests = self._counter("requests", "Requests answered, by status; cut: broken off.", "model", "status")
-        self._tokens = self._counter("tokens", "Tokens of finished requests.", "model", "direction")
+        self._tokens = self._counter("tokens", "Tokens of finished requests.", "model", "instance", "direction")
         self._retries = self._counter("retries", "Requests tried once more elsewhere.", "model")
         self._failures = self._counter("instance_failures", "Requests that failed there.", "instance", "cause")
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first event.", _TTFT_S)
@@ -63,16 +65,18 @@ class GatewayMetrics:
         """A request has been answered."""
         self._requests.labels(model, status).inc()
 
-    def first_token(self, model: str, duration_s: float) -> None:
+    def first_token(self, model: str, instance: str, duration_s: float) -> None:
         """A stream has begun."""
-        self._ttft.labels(model).observe(duration_s)
+        self._ttft.labels(model, instance).observe(duration_s)
 
-    def finished(self, model: str, input_tokens: int, output_tokens: int, decode_s: float | None) -> None:
+    def finished(
+        self, model: str, instance: str, input_tokens: int, output_tokens: int, decode_s: float | None
+    ) -> None:
         """An answer is complete; `decode_s` from its first event to its last, where it was a stream."""
-        self._tokens.labels(model, "input").inc(input_tokens)
-        self._tokens.labels(model, "output").inc(output_tokens)
+        self._tokens.labels(model, instance, "input").inc(input_tokens)
+        self._tokens.labels(model, instance, "output").inc(output_tokens)
         if decode_s is not None and output_tokens > 1:
-            self._tpot.labels(model).observe(decode_s / (output_tokens - 1))
+            self._tpot.labels(model, instance).observe(decode_s / (output_tokens - 1))
 
     def retried(self, model: str) -> None:
         """A request goes elsewhere."""
@@ -84,7 +88,8 @@ class GatewayMetrics:
 
     def forget(self, instance: str) -> None:
         """An instance is gone for good: its series end."""
-        self._failures.remove_by_labels({"instance": instance})
+        for metric in (self._failures, self._tokens, self._ttft, self._tpot):
+            metric.remove_by_labels({"instance": instance})
 
     def text(self) -> bytes:
         """All of it, in Prometheus' text format."""
@@ -94,4 +99,4 @@ class GatewayMetrics:
         return Counter(f"coral_gateway_{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"coral_gateway_{name}", text, ("model",), registry=self.registry, buckets=buckets)
+        return Histogram(f"coral_gateway_{name}", text, ("model", "instance"), registry=self.registry, buckets=buckets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import threading
@@ -19,9 +20,11 @@ from coral_core.serving.gateway import Gateway
 from coral_core.serving.keys import KeyRing
 from coral_core.serving.listener import Listener
 from coral_core.serving.metrics import GatewayMetrics
-from coral_core.serving.table import InstanceSpec, ModelTerms, RoutingTable
+from coral_core.serving.table import InstanceSpec, Member, ModelTerms, RoutingTable
 from coral_core.serving.terms import GatewayTerms
 from coral_core.serving.upstream import lists_model, new_session
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +58,13 @@ def new_gateway(plan: GatewayPlan, session: aiohttp.ClientSession, clock: Clock)
 
 async def probe_all(gateway: Gateway) -> None:
     """Ask every engine once whether it answers and serves its model."""
-    members = gateway.table.members
     timeout_s = gateway.terms.probe_timeout_s
-    asked = (lists_model(gateway.session, one.spec.url, one.spec.model, timeout_s=timeout_s) for one in members)
-    for member, answers in zip(members, await asyncio.gather(*asked), strict=True):
+
+    async def probe(member: Member) -> None:
+        answers = await lists_model(gateway.session, member.spec.url, member.spec.model, timeout_s=timeout_s)
         gateway.table.probed(member, answers=answers, now_s=gateway.clock.monotonic_s())
+
+    await asyncio.gather(*map(probe, gateway.table.members))
 
 
 async def serve(
@@ -123,7 +128,10 @@ async def _tell(gateway: Gateway, sink: DemandSink) -> None:
 async def _every(interval_s: float, work: Callable[[], Awaitable[object]]) -> None:
     while True:
         await asyncio.sleep(interval_s)
-        await work()
+        try:
+            await work()
+        except Exception:  # noqa: BLE001 - logged whole; requests are served on, and the next round may do better
+            _log.exception("background work failed by a bug")
 
 
 async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:

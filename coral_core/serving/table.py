@@ -82,6 +82,7 @@ class Member:
     reported: bool | None = None
     in_flight: int = 0
     failures: int = 0
+    silent_probes: int = 0
     closed_until_s: float = 0.0
 
     @property
@@ -188,11 +189,17 @@ class RoutingTable:
         member.reported = ready
         self._reopen(self._of[name])
 
-    def probed(self, member: Member, *, answers: bool, now_s: float) -> None:
-        """The outcome of asking the engine; one that was set aside comes back once its time is over."""
+    def probed(self, member: Member, *, answers: bool | None, now_s: float) -> None:
+        """The outcome of asking the engine; None: no answer in time, which a busy one may miss once or twice.
+
+        One that was set aside comes back once its time is over.
+        """
+        member.silent_probes = member.silent_probes + 1 if answers is None else 0
         if answers and now_s < member.closed_until_s:
             return
-        member.answers = answers
+        member.answers = bool(answers) or (
+            answers is None and member.answers and member.silent_probes < self._eject_after
+        )
         self._touch(member)
 
     def failed(self, member: Member, *, gone: bool, now_s: float) -> None:

@@ -93,13 +93,15 @@ async def read_all(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-async def lists_model(session: aiohttp.ClientSession, url: str, model: str, *, timeout_s: float) -> bool:
-    """Whether the engine answers and serves the model."""
+async def lists_model(session: aiohttp.ClientSession, url: str, model: str, *, timeout_s: float) -> bool | None:
+    """Whether the engine answers and serves the model; None where it gives no answer in time."""
     try:
         async with asyncio.timeout(timeout_s), session.get(f"{url}/v1/models") as response:
             listed = await response.json() if response.status == 200 else {}
             return any(one.get("id") == model for one in listed.get("data", ()))
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, AttributeError, TypeError):
+    except TimeoutError:
+        return None
+    except (aiohttp.ClientError, OSError, ValueError, AttributeError, TypeError):
         return False
 
 

@@ -57,6 +57,7 @@ class FakeEngine:
     script: deque[Turn] = field(default_factory=deque)
     asked: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    clients: set[object] = field(default_factory=set)
     running: int = 0
     most_running: int = 0
     aborted: int = 0
@@ -65,6 +66,11 @@ class FakeEngine:
     def tell(self, way: Way = Way.WELL, *, times: int = 1, **facts: Any) -> None:
         self.script.extend([Turn(way=way, **facts)] * times)
 
+    @property
+    def peers(self) -> int:
+        """How many connections completions came on."""
+        return len(self.clients)
+
     async def models(self, _request: web.Request) -> web.Response:
         found = [{"id": self.model, "object": "model"}] if self.healthy else []
         return web.json_response({"object": "list", "data": found})
@@ -72,6 +78,7 @@ class FakeEngine:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         document = await request.json()
         self.asked.append(document)
+        self.clients.add(request.transport.get_extra_info("peername") if request.transport else None)
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         turn = self.script.popleft() if self.script else Turn()
         self.running += 1

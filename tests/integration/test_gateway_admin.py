@@ -76,6 +76,7 @@ def test_an_instance_drains_while_a_stream_ends_in_peace():
     asyncio.run(go())
 
 
+@pytest.mark.servers
 def test_instances_come_and_go_without_a_lost_request():
     async def go():
         async with gateway_case(), fake_engine("late", MODEL) as late:
@@ -174,6 +175,7 @@ def test_the_gateway_ends_when_what_runs_is_done():
     asyncio.run(go())
 
 
+@pytest.mark.servers
 def test_what_outlasts_the_drain_is_broken_off_with_an_error():
     async def go():
         async with gateway_case(drain_s=1.0) as case:

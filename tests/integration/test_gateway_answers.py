@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
 from coral_core.domain.workload import Phase
 from tests.fakes.fake_engine import Way
 from tests.fakes.gateway_case import CHAT, TEXT, chat, events_in, gateway_case, spoken, text, until
@@ -32,7 +34,11 @@ def test_answers_come_whole_and_as_streams_and_the_usage_only_to_who_asks():
             events = await case.events(chat(stream_options={"include_usage": True}))
             assert events[-2]["usage"]["completion_tokens"] == 4
             assert (await case.post(chat(), headers={"X-Request-Id": "no good!"}))[1]["x-request-id"] != "no good!"
-            assert 'tokens_total{direction="output",model="tiny"} 24.0' in case.gateway.metrics.text().decode()
+            assert engine.peers == 1  # one connection, used again and again
+            assert (
+                'tokens_total{direction="output",instance="a",model="tiny"} 24.0'
+                in case.gateway.metrics.text().decode()
+            )
 
     asyncio.run(go())
 
@@ -47,6 +53,7 @@ def test_requests_are_spread_by_weight():
     asyncio.run(go())
 
 
+@pytest.mark.servers
 def test_before_the_first_byte_another_instance_answers_once():
     async def go():
         async with gateway_case(TWO, first_byte_s=0.4, eject_after=1000) as case:
@@ -86,6 +93,7 @@ def test_before_the_first_byte_another_instance_answers_once():
     asyncio.run(go())
 
 
+@pytest.mark.servers
 def test_after_the_first_byte_nothing_is_tried_again_and_the_stream_ends_with_an_error():
     async def go():
         async with gateway_case(TWO, stall_s=0.4, eject_after=1000) as case:
@@ -211,6 +219,7 @@ def test_a_client_that_leaves_aborts_its_request_at_the_engine():
     asyncio.run(go())
 
 
+@pytest.mark.servers
 def test_a_client_that_does_not_read_is_given_up():
     async def go():
         async with gateway_case(stall_s=0.3) as case:

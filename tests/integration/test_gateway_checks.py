@@ -108,6 +108,7 @@ def test_paths_methods_models_and_health():
     asyncio.run(go())
 
 
+@pytest.mark.servers
 def test_bytes_that_are_no_request_get_an_error_of_the_same_shape():
     async def go():
         async with gateway_case(header_s=0.3, body_s=0.3, max_body_bytes=1000) as case:

@@ -89,6 +89,7 @@ def test_the_client_gets_the_errors_it_knows():
     asyncio.run(go())
 
 
+@pytest.mark.servers
 def test_the_client_comes_back_when_it_is_told_to():
     async def go():
         terms = KeyTerms(requests_per_s=1.0, burst_requests=1)

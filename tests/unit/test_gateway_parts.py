@@ -145,6 +145,17 @@ def test_an_instance_that_fails_again_and_again_is_set_aside_unless_it_is_the_la
     assert table.first("m") is None
 
 
+def test_a_busy_engine_may_miss_a_probe_and_one_that_was_never_there_may_not():
+    table = table_of(a=Phase.AGGREGATED)
+    a = table.find("a")
+    for answers, ready in ((None, True), (True, True), (None, True), (None, False), (None, False), (True, True)):
+        table.probed(a, answers=answers, now_s=0.0)
+        assert a.ready is ready
+    new = table.register(InstanceSpec(name="n", model="m", phase=Phase.AGGREGATED, url="http://h:1"))
+    table.probed(new, answers=None, now_s=0.0)
+    assert not new.ready
+
+
 def test_another_instance_of_the_same_name_takes_its_place():
     table = table_of(a=Phase.AGGREGATED)
     old = table.find("a")
@@ -285,12 +296,12 @@ def test_metrics_end_with_the_instance():
     table = table_of(a=Phase.AGGREGATED)
     metrics = GatewayMetrics(table)
     metrics.failed("a", "reset")
-    metrics.finished("m", 10, 5, 2.0)
-    metrics.finished("m", 10, 1, 0.0)
+    metrics.finished("m", "a", 10, 5, 2.0)
+    metrics.finished("m", "a", 10, 1, 0.0)
     text = metrics.text().decode()
     assert 'coral_gateway_instance_failures_total{cause="reset",instance="a"} 1.0' in text
-    assert 'coral_gateway_time_per_output_token_seconds_sum{model="m"} 0.5' in text
-    assert 'coral_gateway_time_per_output_token_seconds_count{model="m"} 1.0' in text
+    assert 'coral_gateway_time_per_output_token_seconds_sum{instance="a",model="m"} 0.5' in text
+    assert 'coral_gateway_time_per_output_token_seconds_count{instance="a",model="m"} 1.0' in text
     table.remove("a")
     metrics.forget("a")
     assert 'instance="a"' not in metrics.text().decode()
