@@ -23,7 +23,7 @@ from coral_core.serving.request import CompletionRequest
 from coral_core.serving.sse import DONE, BrokenStreamError, EventRelay, read_whole
 from coral_core.serving.table import Member, RoutingTable
 from coral_core.serving.terms import GatewayTerms
-from coral_core.serving.upstream import UpstreamError, posted, read_all
+from coral_core.serving.upstream import UpstreamError, posted, read_all, read_some
 from coral_core.serving.waiting import Ticket
 
 _LAST_BYTES_S: Final = 0.05
@@ -51,9 +51,9 @@ class Answer:
                 yield passed
         self.input_tokens, self.output_tokens = relay.input_tokens, relay.output_tokens
         # Read to its very end, or the connection would be closed and not used again.
-        with suppress(TimeoutError, aiohttp.ClientError, OSError):
+        with suppress(TimeoutError, UpstreamError):
             async with asyncio.timeout(_LAST_BYTES_S):
-                await response.content.readany()
+                await read_some(response)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,7 +127,9 @@ class Dispatcher:
                 _limited(self.terms.first_byte_s),
                 posted(self.session, member.spec.url + request.path, request.prefill_body(), request_id) as response,
             ):
-                return _whole(await read_all(response, self.terms.max_answer_bytes)).kv_transfer_params
+                place = _whole(await read_all(response, self.terms.max_answer_bytes)).kv_transfer_params
+            member.failures = 0
+            return place
 
     async def _begun(
         self,
@@ -165,7 +167,6 @@ class Dispatcher:
             tries.alone = tries.alone or member.spec.phase is Phase.DECODE
             tries.same_again = transferred and error.answered
             raise
-        member.failures = 0
 
     def failed(self, member: Member, error: UpstreamError) -> None:
         """Count a failure at an instance, and stop using it where that says it is gone."""
@@ -195,14 +196,11 @@ async def _limited(limit_s: float) -> AsyncIterator[None]:
 async def _next_events(response: aiohttp.ClientResponse, relay: EventRelay) -> bytes:
     """The events in the next bytes, none yet or some. UpstreamError where they are none, or end too early."""
     try:
-        data = await response.content.readany()
-        if data:
+        if data := await read_some(response):
             return relay.feed(data)
         relay.end()
     except BrokenStreamError as error:
         raise UpstreamError(error.what, cause="broken") from None
-    except (aiohttp.ClientError, OSError):
-        raise UpstreamError("the engine broke the connection", cause="reset") from None
     relay.done = True
     return DONE
 

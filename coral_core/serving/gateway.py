@@ -193,6 +193,7 @@ class Gateway:
         else:
             await answer(exchange.send, 200, found.first, [JSON, *exchange.headers])
         exchange.status = "200"
+        found.member.failures = 0
         if found.input_tokens is not None and found.output_tokens is not None:
             tokens = (found.input_tokens, found.output_tokens)
             self.metrics.finished(request.model, found.member.spec.name, *tokens, decode_s)

@@ -83,14 +83,22 @@ async def posted(
 
 
 async def read_all(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """The whole body; UpstreamError where it is longer than `most_bytes`."""
+    """The whole body; UpstreamError where it is longer than `most_bytes`, or breaks off."""
     parts, size = [], 0
-    async for part in response.content.iter_any():
+    while part := await read_some(response):
         size += len(part)
         if size > most_bytes:
             raise UpstreamError(f"the engine's answer is longer than {most_bytes} bytes", cause="broken")
         parts.append(part)
     return b"".join(parts)
+
+
+async def read_some(response: aiohttp.ClientResponse) -> bytes:
+    """The next bytes, none at the end; UpstreamError where the connection breaks off."""
+    try:
+        return await response.content.readany()
+    except (aiohttp.ClientError, OSError) as error:
+        raise _as_upstream(error) from None
 
 
 async def lists_model(session: aiohttp.ClientSession, url: str, model: str, *, timeout_s: float) -> bool | None:

@@ -106,6 +106,10 @@ class FakeEngine:
         if turn.way in (Way.SILENT, Way.STALLS):
             await self._wait(3600.0)
         if turn.way is Way.CUT:
+            response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "1000"})
+            await response.prepare(request)
+            await response.write(b'{"id": "x", ')
+            await asyncio.sleep(0.02)
             _reset(request)
         reason = {Way.ENDS: None, Way.ABORTS: "abort"}.get(turn.way, "length")
         text = "".join(f"t{number} " for number in range(count))

@@ -271,6 +271,18 @@ def test_an_address_where_nobody_listens_is_closed_at_once():
     asyncio.run(go())
 
 
+def test_an_engine_that_dies_after_the_first_byte_again_and_again_is_set_aside():
+    async def go():
+        async with gateway_case(TWO, eject_after=2) as case:
+            a, b = case.engines["a"], case.engines["b"]
+            a.tell(Way.CUT, after=1, pause_s=0.01, times=9)
+            for _ in range(8):
+                await case.events(chat())
+            assert (len(a.asked), len(b.asked)) == (2, 6)
+
+    asyncio.run(go())
+
+
 def test_a_request_has_its_time_and_no_more():
     async def go():
         async with gateway_case(request_s=0.25, first_byte_s=5.0, stall_s=5.0) as case:
