@@ -10,6 +10,7 @@ rounded up. Policy `homo` weighs what its last instance still adds, this one doe
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,8 @@ def _equal_split(scenario: Scenario) -> Scenario:
 ASSUMPTIONS: Final[Mapping[str, Callable[[Scenario], Scenario]]] = {
     "as stated": lambda scenario: scenario,
     "no headroom": _no_headroom,
+    "no headroom, rates x 0.25": lambda scenario: _no_headroom(_rates(0.25)(scenario)),
+    "no headroom, bounds x 0.5": lambda scenario: _no_headroom(_slos(0.5)(scenario)),
     "equal split for all": _equal_split,
     "prefill and decode in any region": _any_region,
     "first region only": _first_region,
@@ -159,7 +162,7 @@ def _named(changed: Scenario, scenario: Scenario, name: str) -> Scenario:
         scenario.library.n_max,
         [m.slo for m in scenario.models],
     )
-    suffix = "" if same else "-" + name.replace(" ", "-").replace(".", "-")
+    suffix = "" if same else "-" + re.sub("[^a-z0-9]+", "-", name)
     library = changed.library.model_copy(update={"name": f"{changed.library_name}{suffix}"})
     epochs = changed.epochs.model_copy(update={"count": 1})
     return changed.model_copy(update={"library": library, "epochs": epochs})

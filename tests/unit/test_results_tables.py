@@ -58,6 +58,8 @@ def test_each_change_has_a_row_and_moves_costs_the_way_it_must(rows):
         assert cost(rows, cheaper) <= stated * gap, cheaper
     for dearer in ("equal split for all", "first region only", "rates x 4", "rates x 16", "n_max 1"):
         assert cost(rows, dearer) >= stated / gap, dearer
+    assert cost(rows, "no headroom, rates x 0.25") <= cost(rows, "no headroom") * gap
+    assert cost(rows, "no headroom, bounds x 0.5") >= cost(rows, "no headroom") / gap
     assert cost(rows, "rates x 16") > cost(rows, "rates x 4") > stated
 
 
