@@ -254,7 +254,7 @@ def _json(data: bytes, where: str) -> Any:  # noqa: ANN401 - any JSON value
         return parsed_object(data, where=where)
     try:
         return json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"not valid JSON: {error}", where=where, fix="the object is damaged or foreign") from error
 
 

@@ -36,7 +36,7 @@ def parsed_object(data: bytes, *, where: str, fix: str = "the object is damaged 
     """The JSON object in `data`. Raises StoreError at `where`, with this fix, for anything else."""
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"not valid JSON: {error}", where=where, fix=fix) from error
     if not isinstance(value, dict):
         raise StoreError("not a JSON object", where=where, fix=fix)

@@ -71,7 +71,7 @@ def import_(
     model: Annotated[str, Parameter(help="Model that its requests asked.")],
     start: Annotated[str, Parameter(help="Time of its first request, such as 2026-11-29T10:00:00Z.")],
     every_s: Annotated[
-        float, Parameter(validator=validators.Number(gt=0, lte=3600), help="Seconds that one measurement covers.")
+        float, Parameter(validator=validators.Number(gte=1, lte=3600), help="Seconds that one measurement covers.")
     ] = 60.0,
     fleet: Fleet = "",
     store: StoreUrl = None,

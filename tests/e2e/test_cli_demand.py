@@ -59,3 +59,11 @@ def test_people_read_what_is_unknown_and_why(trace, capsys):
 def test_a_start_that_is_no_moment_is_refused(trace, capsys, start, told):
     assert run(["demand", "import", str(trace), "--model", "phi-4", "--start", start]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("every", ["0", "1e-6", "nan", "3601"])
+def test_a_stretch_is_a_second_at_least_and_an_hour_at_most(trace, capsys, every):
+    """A millionth of a second would be 600 million measurements, and no end of waiting."""
+    options = ["--model", "phi-4", "--start", "2026-11-29T10:00:00Z", "--every-s", every]
+    assert run(["demand", "import", str(trace), *options]) == 2
+    assert "--every-s" in capsys.readouterr().err

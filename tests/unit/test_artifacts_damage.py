@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from artifacts.browse import describe
 from artifacts.canonical import sha256_hex
 from artifacts.index import index_libraries
 from artifacts.keys import manifest_key
@@ -220,6 +221,13 @@ def test_a_truncated_manifest_is_told(store):
     store.put(key, store.get(key)[:-5])
     with pytest.raises(StoreError, match="not valid JSON"):
         open_library(store, "lib")
+
+
+@pytest.mark.parametrize("data", [b'{"a":' * 100_000, b"[" * 100_000])
+def test_nesting_without_end_is_damage_and_no_crash(store, data):
+    store.put("plans/blue/deep.json", data)
+    with pytest.raises(StoreError, match="not valid JSON"):
+        describe(store, "plans/blue/deep.json")
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"\xff"])
