@@ -20,7 +20,7 @@ app = App(
     name="coral",
     version=__version__,
     help="Serve many LLMs at once on rented, mixed cloud GPUs at the least cost.",
-    help_epilogue="Exit codes: 0 done, 2 wrong input, 3 no (full) solution, 4 a fact is missing, 5 solver, 6 store, 7 cloud.",
+    help_epilogue="Exit codes: 0 done, 2 wrong input, 3 no (full) solution, 4 a fact is missing, 5 solver, 6 store, 7 cloud, 8 serving.",
 )
 for group, text in {
     "catalog": "GPUs, node configurations and their prices.",
