@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from coral_core import __version__
 from coral_core.allocation.policies import Policy
-from coral_core.config.headroom import headroom_rows
+from coral_core.config.headroom import headroom_note, headroom_rows
 from coral_core.config.resolve import ResolvedScenario
 from coral_core.domain.workload import Phase
 from coral_core.errors import CoralError
@@ -106,6 +106,7 @@ def evaluate(
         summaries[name] = _summary(plans, runs, reason)
     if not summaries and failures:
         raise next(iter(failures.values()))
+    headroom = headroom_rows(resolved, utilization)
     utilizations = {**resolved.scenario.capacity.max_utilization_frac, **(utilization or {})}
     document = {
         "schema_version": SCHEMA_VERSION,
@@ -113,7 +114,8 @@ def evaluate(
         "scenario": resolved.scenario.name,
         "inputs": resolved.scenario.model_dump(mode="json"),
         "max_utilization_frac": {phase.value: utilizations.get(phase, 1.0) for phase in Phase},
-        "headroom": headroom_rows(resolved, utilization),
+        "headroom": headroom,
+        "headroom_note": headroom_note(headroom),
         "routing": routing.value,
         "seeds": list(seeds),
         "epochs": resolved.scenario.epochs.count,

@@ -1,6 +1,7 @@
 """A policy through a scenario's epochs: plan each, keep the fleet going, and simulate the scenario's requests on it.
 
-Each epoch is planned on its own supply, with the fleet of the epoch before as what runs. The first epoch's fleet is ready
+Each epoch is planned on its own supply, with the fleet of the epoch before as what runs: its nodes on demand stay ours
+when the market has fewer, and it is kept where a change would cost more service than it brings. The first epoch's fleet is ready
 when the first request arrives; later ones boot while what they replace still serves (`coral_core.sim.timeline`). The
 gateway refuses a request that would get its first token too late for the wait before it, or that comes while decode is
 behind (`coral_core.routing.admission`): where capacity is short, a queue of requests that are all late serves nobody. KV
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coral_core.allocation.policies import Policy
+from coral_core.allocation.transition import holding_what_runs, solve_from_running
 from coral_core.allocation.warm_up import warm_up
 from coral_core.config.requests import request_traces
 from coral_core.config.resolve import (
@@ -110,7 +112,11 @@ class EpochPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyPlans:
-    """A policy's plans for all epochs. `method` made the templates; (epochs, R, C) `supply` is the same for all policies."""
+    """A policy's plans for all epochs; `method` made the templates.
+
+    `supply` (epochs, R, C) is what it may hold: the market's, which is the same for all policies, and at least the nodes that
+    it ran on demand in the epoch before.
+    """
 
     policy: str
     method: LibraryMethod
@@ -138,13 +144,16 @@ def plan_epochs(
     running: tuple[Running, ...] = ()
     known = set(problem_templates(resolved, columns).ids)
     epochs: list[EpochPlan] = []
+    held: list[NDArray[np.int64]] = []
     for available in supply:
         problem = allocation_problem(resolved, columns, running, available=available)
         if policy.name in ANY_REGION:
             problem = replace(problem, options=replace(problem.options, pd_same_region=False))
         warm_up(policy, problem)
+        problem = holding_what_runs(problem)
         started_s = time.perf_counter()
-        result = policy.solve(problem)
+        result = solve_from_running(problem, policy.solve)
+        held.append(problem.available)
         epochs.append(EpochPlan(result=result, solve_s=time.perf_counter() - started_s))
         running = tuple(
             Running(template=item.template, region=item.region, count=item.count)
@@ -157,7 +166,7 @@ def plan_epochs(
         method=method,
         epochs=tuple(epochs),
         templates=templates_by_id(source.rows[method], chosen),
-        supply=supply,
+        supply=np.array(held),
     )
 
 

@@ -251,7 +251,13 @@ def _inputs(document: Document) -> list[Block]:
         ("code", document["code_version"]),
         ("seeds", ", ".join(map(str, document["seeds"]))),
         ("epochs", document["epochs"]),
-        *((f"max_utilization_frac of {phase}", value) for phase, value in document["max_utilization_frac"].items()),
+        *(
+            (
+                f"headroom of {row['model']}, {row['phase']}",
+                f"{row['max_utilization_frac']:g} of {row['slo_frac']:g} of the bound",
+            )
+            for row in document["headroom"]
+        ),
     ]
     models = PlanTable(
         title="What is served",

@@ -129,10 +129,10 @@ def ratios_table(document: Mapping[str, Any], subject: str) -> PlanTable:
 
 def evaluation_notes(document: Mapping[str, Any]) -> list[str]:
     """What a reader has to know beside the tables."""
-    shares = ", ".join(f"{phase} {value:g}" for phase, value in document["max_utilization_frac"].items())
     seeds = document["seeds"]
     notes = [
-        f"epochs: {document['epochs']}; seeds: {', '.join(map(str, seeds))}; capacities planned at a utilisation of {shares}"
+        f"epochs: {document['epochs']}; seeds: {', '.join(map(str, seeds))}",
+        document["headroom_note"],
     ]
     if len(seeds) == 1:
         notes.append("one seed: no confidence interval")

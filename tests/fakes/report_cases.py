@@ -42,7 +42,12 @@ def evaluation(
             "regions": ["us-east-2", "mars-1"],
             "models": [{"model": model, "variant": None, "requests_per_s": 4.0} for model in models],
         },
-        "max_utilization_frac": {"prefill": 0.6, "decode": 0.5},
+        "headroom": [
+            {"model": model, "phase": phase, "slo_frac": 0.9, "max_utilization_frac": share, "source": "a test"}
+            for model in models
+            for phase, share in (("prefill", 0.6), ("decode", 0.5))
+        ],
+        "headroom_note": "headroom: a test",
         "seeds": list(seeds),
         "epochs": epochs,
         "policies": {

@@ -154,16 +154,12 @@ def test_a_skewed_scenario_moves_rates_only_and_gives_80_percent_to_a_third_of_t
     assert (skewed.library_name, skewed.regions, skewed.catalog) == (base, plain.regions, plain.catalog)
 
 
-@pytest.mark.parametrize(("name", "factor"), [("paper-core", 1.25), ("paper-extended", 1.75)])
-def test_a_scarce_scenario_differs_from_the_ample_one_in_supply_only(name, factor):
+@pytest.mark.parametrize(("name", "needed", "more"), [("paper-core", 2.0, 1.25), ("paper-extended", 2.25, 1.75)])
+def test_a_scarce_scenario_has_the_published_margin_over_what_its_mix_needs(name, needed, more):
     scarce, ample = load_scenario(f"{name}-scarce"), load_scenario(name)
-    assert scarce.availability.memory_frac_of_ample == factor
-    assert (scarce.models, scarce.regions, scarce.catalog, scarce.library_name) == (
-        ample.models,
-        ample.regions,
-        ample.catalog,
-        ample.library_name,
-    )
+    assert scarce.availability.memory_frac_of_ample == pytest.approx(needed * more, rel=0.02)
+    assert (scarce.models, scarce.regions, scarce.catalog) == (ample.models, ample.regions, ample.catalog)
+    assert scarce.capacity.headroom.keys() == ample.capacity.headroom.keys()
 
 
 @pytest.mark.parametrize(
