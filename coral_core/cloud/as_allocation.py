@@ -5,6 +5,7 @@ A market is part of a name (`domain.hardware.market_name`), of configurations an
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -56,8 +57,9 @@ def pools_of(supply: Supply, regions: Sequence[str], columns: Sequence[tuple[str
             if (pool.region, config, market) in pool.vcpus
         )
         if pool.region in regions and len(units) > 1:
-            # What others use beyond the quota leaves nothing, and takes nothing away.
-            limit = max(pool.free_vcpus, 0.0)
+            # A quota that was lowered, or that others use up, keeps new nodes away and takes none that run.
+            held = math.fsum(vcpus * supply.offers[offer].held for offer, vcpus in pool.vcpus.items())
+            limit = max(pool.free_vcpus, held)
             pools.append(Pool(name=f"vCPU quota {pool.pool}", region=pool.region, limit=limit, units=units))
     return tuple(pools)
 

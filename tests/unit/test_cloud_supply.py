@@ -226,6 +226,8 @@ def test_shared_quotas_become_pools_of_the_allocation():
     assert pools_of(supply, ["west"], columns) == ()
     crowded = observe(Table(others={"pool": 50}))
     assert [pool.limit for pool in pools_of(crowded, ["east"], columns)] == [0.0]
+    running = observe(Table(others={"pool": 50}), held={OFFER: 2, ("east", "b", Market.ON_DEMAND): 1})
+    assert [pool.limit for pool in pools_of(running, ["east"], columns)] == [2 * 4.0 + 8.0]
 
 
 def test_ages_can_be_allowed_to_be_longer():
