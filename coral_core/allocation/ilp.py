@@ -81,6 +81,9 @@ def solve_allocation(problem: AllocationProblem, *, solver: Solver | None = None
             staged = solve.run(effort, start=start)
     if start is not None and not staged.plan.beats(start):
         staged = replace(staged, plan=start)
+    if not (staged.plan.counts.any() or staged.needs_proven(problem.options.gap_frac)):
+        greedy = _greedy(problem, coverage)
+        staged = replace(staged, plan=greedy) if greedy.beats(staged.plan) else staged
     cost_bound = staged.cost_bound_usd_per_h
     if staged.plan.full:
         cost_bound = max(cost_bound, blocks.full_service_bound_usd_per_h)
@@ -121,6 +124,13 @@ def _over_homogeneous(problem: AllocationProblem, coverage: Coverage, solver: So
         part = replace(part, options=options)
         counts[chosen] = counts_of(part, solve_allocation(part, solver=solver))
     return plan_of(problem, coverage, counts, tuple(range(len(problem.demand))))
+
+
+def _greedy(problem: AllocationProblem, coverage: Coverage) -> Plan:
+    """A plan in next to no time, so that a time limit that is too short does not stop all that runs."""
+    from coral_core.allocation.baselines.homo import homo  # noqa: PLC0415 - the baselines import this module
+
+    return plan_of(problem, coverage, counts_of(problem, homo(problem)), tuple(range(len(problem.demand))))
 
 
 def _apart_from_shared(

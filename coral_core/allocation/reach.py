@@ -21,6 +21,7 @@ from coral_core.domain.allocation import AllocationProblem, DemandRow
 
 OUT_OF_REACH_FRAC: Final = 1e-3
 """Rows of which more than this could be covered are left as they are."""
+_LEAST_FRAC: Final = 1e-12  # lowered further, a demand would leave the range that `check` accepts
 
 
 def within_reach(problem: AllocationProblem, coverage: Coverage) -> AllocationProblem:
@@ -40,7 +41,7 @@ def within_reach(problem: AllocationProblem, coverage: Coverage) -> AllocationPr
                 best = np.maximum(best, np.where(uses[group.members], share[:, None], 0.0).max(axis=0))
         reach = float(nodes_by_config @ best)
         if 0 < reach < OUT_OF_REACH_FRAC:
-            demand[i] = _scaled(demand[i], reach)
+            demand[i] = _scaled(demand[i], max(reach, _LEAST_FRAC))
     return problem if demand == list(problem.demand) else replace(problem, demand=tuple(demand))
 
 

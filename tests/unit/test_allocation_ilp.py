@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from coral_core.allocation.baselines.homo import homo
 from coral_core.allocation.ilp import solve_allocation
 from coral_core.domain.allocation import (
     AllocationOptions,
@@ -106,15 +107,18 @@ def test_a_solver_that_cheats_is_asked_again():
     assert result.status is AllocationStatus.GAP
 
 
-def test_nothing_found_in_time_is_an_honest_empty_plan():
+@pytest.mark.parametrize("held", [2, 30])
+@pytest.mark.parametrize("demand", [431.7, 0.0])
+def test_nothing_found_in_time_is_the_greedy_plan_without_proof(held, demand):
     def silent(program, answer, call):
         return SolveResult(status=SolveStatus.UNKNOWN, x=None, objective=None, bound=None, solve_s=0.0, solver="s")
 
-    result = solve_allocation(random_problem(), solver=Scripted(silent))
-    assert result.status is AllocationStatus.GAP
-    assert result.instances == ()
-    assert result.shortfall[0].frac == 1.0
-    assert result.statistics["shortfall_proven"] == 0.0
+    given = random_problem(held=held, reduce=False)
+    given = replace(given, demand=(replace(given.demand[0], tokens_per_s=demand),))
+    result = solve_allocation(given, solver=Scripted(silent))
+    assert result.instances == homo(given).instances
+    assert bool(result.instances) == (demand > 0)
+    assert (result.status is AllocationStatus.GAP) == (demand > 0)
     assert result.statistics["shortfall_bound"] == 0.0
 
 

@@ -72,3 +72,19 @@ def test_a_row_within_reach_is_met_beside_one_that_is_not(solve):
     )
     assert sorted((item.template, item.count) for item in result.instances) == [("d", 2), ("p", 2)]
     assert result.shortfall[0].frac == 0
+
+
+def test_what_gives_next_to_nothing_leaves_a_demand_that_can_be_stated(solve):
+    result = solve(
+        {
+            "regions": {
+                "r": {"c": {"available": 2, "price_usd_per_h": 1.2}, "e": {"available": 1, "price_usd_per_h": 1}}
+            },
+            "templates": [
+                template("t", "decode", 1, 1e-300),
+                template("mixed", "decode", 1, 1e-299) | {"nodes": {"c": 1, "e": 1}},
+            ],
+            "demand": [{"model": "m", "phase": "decode", "tokens_per_s": 1000.0}],
+        }
+    )
+    assert result.shortfall[0].frac == 1.0
