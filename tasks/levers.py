@@ -115,7 +115,7 @@ class LeverRun:
     supplies: tuple[Supply, ...] = ("ample", "scarce")
     seeds: tuple[int, ...] = (0,)
     simulated_s: float = 180.0
-    memory_frac: float = 1.25
+    memory_frac: float = 2.5
 
     def __post_init__(self) -> None:
         """Raise InputError for settings without a meaning."""

@@ -27,8 +27,12 @@ def levers(
         Parameter(help="How many nodes there are to be had.", consume_multiple=True, negative=""),
     ] = ("ample", "scarce"),
     memory_frac: Annotated[
-        float, Parameter(help="Scarce: GPU memory to be had, of what the published plan holds at ample supply.")
-    ] = 1.25,
+        float,
+        Parameter(
+            help="Scarce: GPU memory to be had, of what the published plan holds at ample supply; spread over all "
+            "configurations, so that much of it suits no model."
+        ),
+    ] = 2.5,
     simulate: Annotated[bool, Parameter(help="Simulate each plan, not only cost it.")] = True,
     minutes: Annotated[float, Parameter(help="Simulated minutes of each run.")] = 3.0,
     seeds: Seeds = (0,),
