@@ -29,7 +29,7 @@ class Chunk(msgspec.Struct):
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
     kv_transfer_params: dict[str, Any] | None = None
 
     @property

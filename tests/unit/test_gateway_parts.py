@@ -257,6 +257,22 @@ def test_streams_with_comments_carriage_returns_and_far_too_long_events():
         relay.feed(b"data: " + b"x" * (5 << 20))
 
 
+@pytest.mark.parametrize(
+    ("event", "complaint"),
+    [
+        (b'data: {"error":{"message":"EngineCore encountered an issue","code":500}}', "reports that it failed"),
+        (b'data: {"choices":[{"index":0,"text":" r","finish_reason":"abort"}]}', "before it was finished"),
+        (b'data: {"choices":', "no piece of a completion"),
+        (b"data: [DONE]", "before it was finished"),
+    ],
+)
+def test_each_way_in_which_an_engine_breaks_off_is_told_apart(event, complaint):
+    relay = EventRelay(passes_usage=False)
+    assert relay.feed(b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}],"error":null}\n\n')
+    with pytest.raises(BrokenStreamError, match=complaint):
+        relay.feed(event + b"\n\n")
+
+
 def test_limits_that_are_none_are_refused():
     for wrong in ({"requests_per_s": 0.0}, {"burst_requests": 0.5}, {"concurrent_requests": 0}):
         with pytest.raises(InputError):
