@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import CoercionError, Parameter, Token
 
 from coral_core.cli.output import print_note, print_table, print_text
 from coral_core.cli.work import choose_executor, library_progress, open_configured_store, resolved_scenario
@@ -25,8 +25,20 @@ Policies = Annotated[
     tuple[str, ...],
     Parameter(help="coral, coral_paper, homo_joint, homo, cauchy, helix.", consume_multiple=True, negative=""),
 ]
+
+
+def _seed(_type: object, tokens: Sequence[Token]) -> int:
+    """A scenario's seed: what the random number generators take, and never a rounded number."""
+    (token,) = tokens
+    if not (token.value.isdecimal() and int(token.value) < 2**63):
+        raise CoercionError(msg=f'"{token.value}" is no seed (a whole number from 0 to 2^63 - 1)', token=token)
+    return int(token.value)
+
+
+Seed = Annotated[int, Parameter(converter=_seed, allow_leading_hyphen=True)]
 Seeds = Annotated[
-    tuple[int, ...], Parameter(help="Of the requests; default: the scenario's.", consume_multiple=True, negative="")
+    tuple[Seed, ...],
+    Parameter(help="Of the requests; default: the scenario's.", consume_multiple=True, negative=""),
 ]
 Prefill = Annotated[float | None, Parameter(help="max_utilization_frac of prefill; default: the scenario's.")]
 Decode = Annotated[float | None, Parameter(help="max_utilization_frac of decode; default: the scenario's.")]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from coral_core.cli.evaluate_scenario import Decode, Prefill, Scenario, chosen_utilization, prepared, step_note
+from coral_core.cli.evaluate_scenario import Decode, Prefill, Scenario, Seed, chosen_utilization, prepared, step_note
 from coral_core.cli.options import AsJson, StoreUrl
 from coral_core.cli.output import print_json, print_table, print_text
 
@@ -15,7 +15,7 @@ def simulate(
     scenario: Scenario = "tiny",
     *,
     policy: Annotated[str, Parameter(help="coral, coral_paper, homo_joint, homo, cauchy or helix.")] = "coral",
-    seed: Annotated[int | None, Parameter(help="Of the requests; default: the scenario's first.")] = None,
+    seed: Annotated[Seed | None, Parameter(help="Of the requests; default: the scenario's first.")] = None,
     prefill_utilization: Prefill = None,
     decode_utilization: Decode = None,
     routing: Annotated[
