@@ -215,13 +215,23 @@ class _RegionView:
             raise _UnknownError(Gap(what=what, kind=GapKind.MISSING, reason="no quota pool is known for it"))
         free = self._free_vcpus(pool)
         size = self._fresh(f"vCPUs of {config}", self.size.get(config), self.ages.offering_s, self.size_fault)
-        nodes = max(held, math.floor(max(free.value, 0.0) / size.value))
+        # Beyond a quota that was lowered nothing can be swapped: what is to take the place of a node would be refused.
+        over = free.value < self._held_vcpus(pool)
+        nodes = held if over else max(held, math.floor(free.value / size.value))
         refused = self._refused(config, market, offered.value[config])
         if refused is not None and max(held, refused.held) < nodes:
             source = f"refused at {refused.at:%H:%M} UTC ({refused.code}), believed for {self.ages.cool_down_s:.0f} s"
             return Reading(value=max(held, refused.held), source=source, as_of=refused.at)
         as_of = min(free.as_of, size.as_of, offered.as_of)
         return Reading(value=nodes, source=f"{free.source}, {size.value} vCPUs each", as_of=as_of)
+
+    def _held_vcpus(self, pool: str) -> int:
+        """What the fleet's own nodes take of a pool, as far as their sizes are known."""
+        return sum(
+            self.size[config].value * nodes
+            for (region, config, market), nodes in self.held.items()
+            if region == self.region and config in self.size and self.quotas.pool(config, market) == pool
+        )
 
     def _free_vcpus(self, pool: str) -> Reading[float]:
         """What is left of a pool for us, our own use included."""

@@ -230,6 +230,14 @@ def test_shared_quotas_become_pools_of_the_allocation():
     assert [pool.limit for pool in pools_of(running, ["east"], columns)] == [2 * 4.0 + 8.0]
 
 
+@pytest.mark.parametrize(("others", "a", "b"), [(50, 3, 0), (30, 3, 0), (28, 3, 1)])
+def test_beyond_a_lowered_quota_there_is_what_runs_and_nothing_to_swap_it_for(others, a, b):
+    """Of 40 vCPUs others use so many; three nodes of 4 run. Free are fewer than 12, or just those."""
+    supply = observe(Table(others={"pool": others}), held={OFFER: 3})
+    assert value(supply.offers[OFFER].available) == a
+    assert value(supply.offers["east", "b", Market.ON_DEMAND].available) == b
+
+
 def test_ages_can_be_allowed_to_be_longer():
     old = Table(as_of=START - timedelta(days=30))
     year_s = 365 * 86400.0
