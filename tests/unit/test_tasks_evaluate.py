@@ -21,7 +21,7 @@ from coral_core.cli.entry import run
 from coral_core.config.policies import scenario_policies
 from coral_core.errors import NoSolutionError, StoreError
 from coral_core.report.evaluation_page import evaluation_html
-from coral_core.report.evaluation_report import evaluation_markdown, evaluation_tables
+from coral_core.report.evaluation_report import evaluation_markdown, evaluation_notes, evaluation_tables
 from tasks.evaluate import KINDS, evaluate
 from tasks.replay import plan_epochs
 from tests.fakes.evaluation_cases import micro, resolved, source_of
@@ -280,6 +280,7 @@ def test_the_command_simulates_one_policy(coral, tmp_path):
     assert code == 0, err
     document = json.loads(out)
     assert document["max_utilization_frac"]["decode"] == 0.3
+    assert any("decode 0.3 of what" in note for note in evaluation_notes(document))
     assert list(document["policies"]) == ["homo"]
     assert len(document["tables"]["epochs"]) == 2
     again = json.loads(
