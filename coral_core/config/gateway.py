@@ -84,6 +84,7 @@ class LimitsSpec(Strict):
     connect_s: Positive | None = None
     first_byte_s: Positive | None = None
     stall_s: Positive | None = None
+    gone_stall_s: Positive | None = None
     request_s: Positive | None = None
     drain_s: Positive | None = None
     probe_s: Positive | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import re
 import uuid
 from dataclasses import dataclass, field
@@ -203,6 +204,13 @@ class Gateway:
         """All events. RefusedError where the engine breaks off or stalls, ClientGoneError where the client does not read."""
         send, stall_s, time_s = exchange.send, self.terms.stall_s, asyncio.get_running_loop().time
         sending = True
+
+        def hurry() -> None:
+            nonlocal stall_s
+            stall_s = min(stall_s, self.terms.gone_stall_s)
+            limit.reschedule(min(limit.when() or math.inf, time_s() + stall_s))
+
+        found.member.on_gone.add(hurry)
         try:
             async with asyncio.timeout(stall_s) as limit:
                 await start(send, 200, [*_STREAM, *exchange.headers])
@@ -223,6 +231,8 @@ class Gateway:
             stalled = UpstreamError(f"the engine gave nothing for {stall_s:g} s", cause="timeout")
             self._dispatcher.failed(found.member, stalled)
             raise _broken_off(stalled.what) from None
+        finally:
+            found.member.on_gone.discard(hurry)
         await send({"type": "http.response.body", "body": b""})
 
     async def _refuse(self, exchange: _Exchange, error: RefusedError) -> None:

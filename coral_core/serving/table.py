@@ -6,7 +6,7 @@ One event loop owns a table; its calls are short, idempotent where they set some
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -73,7 +73,10 @@ class InstanceSpec:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Member:
-    """An instance at work. `reported`: what its agent last said, if any; `closed_until_s`: set aside after failures."""
+    """An instance at work. `reported`: what its agent last said, if any; `closed_until_s`: set aside after failures.
+
+    `on_gone` is called when it stops answering: streams from it may never end by themselves.
+    """
 
     spec: InstanceSpec
     weight: float
@@ -84,6 +87,7 @@ class Member:
     failures: int = 0
     silent_probes: int = 0
     closed_until_s: float = 0.0
+    on_gone: set[Callable[[], None]] = field(default_factory=set)
 
     @property
     def ready(self) -> bool:
@@ -194,6 +198,7 @@ class RoutingTable:
 
         One that was set aside comes back once its time is over.
         """
+        gone = answers is False and member.answers
         member.silent_probes = member.silent_probes + 1 if answers is None else 0
         if answers and now_s < member.closed_until_s:
             return
@@ -201,6 +206,8 @@ class RoutingTable:
             answers is None and member.answers and member.silent_probes < self._eject_after
         )
         self._touch(member)
+        for call in tuple(member.on_gone) if gone else ():
+            call()
 
     def failed(self, member: Member, *, gone: bool, now_s: float) -> None:
         """A request failed there. Gone (no connection): closed until it answers a probe.

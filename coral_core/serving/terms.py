@@ -13,7 +13,8 @@ class GatewayTerms:
     """Sizes, times and counts. Raises InputError for one that is not above 0 (retries: below 0).
 
     `request_s` holds for a request as a whole; `first_byte_s` for the wait for an engine's first token; `stall_s` for any
-    pause after it, be it the engine's or the client's. `probe_s`: engines are asked that often whether they answer.
+    pause after it, be it the engine's or the client's, and `gone_stall_s` once the engine takes no connections any more: it
+    may finish its streams, and it may never say that it has ended them. `probe_s`: engines are asked that often whether they answer.
     `eject_s`: for so long an instance is set aside after `eject_after` failures in a row.
     """
 
@@ -26,6 +27,7 @@ class GatewayTerms:
     connect_s: float = 3.0
     first_byte_s: float = 120.0
     stall_s: float = 60.0
+    gone_stall_s: float = 5.0
     request_s: float = 1800.0
     drain_s: float = 120.0
     probe_s: float = 2.0

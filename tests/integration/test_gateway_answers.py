@@ -256,6 +256,24 @@ def test_an_engine_that_is_gone_gets_nothing_until_it_answers_again():
     asyncio.run(go())
 
 
+def test_a_stream_from_an_engine_that_is_gone_is_not_waited_for_as_long():
+    async def go():
+        async with gateway_case(probe_s=0.05, stall_s=30.0, gone_stall_s=0.3) as case:
+            engine = case.engines["a"]
+            engine.tell(Way.STALLS, after=2)
+            engine.tell(pause_s=0.1, tokens=8)  # this one finishes what it has begun
+            running = [asyncio.create_task(case.events(chat())) for _ in range(2)]
+            await until(lambda: engine.running == 2)
+            await asyncio.sleep(0.1)
+            engine.healthy = False
+            stalled, finished = sorted(await asyncio.wait_for(asyncio.gather(*running), 10), key=len)
+            assert (spoken(stalled), stalled[-1]["error"]["code"]) == ("t0 t1 ", "engine_failed")
+            assert spoken(finished) == "".join(f"t{n} " for n in range(8))
+            assert not case.gateway.table.members[0].on_gone
+
+    asyncio.run(go())
+
+
 def test_an_address_where_nobody_listens_is_closed_at_once():
     async def go():
         async with gateway_case(TWO) as case:
