@@ -36,6 +36,7 @@ from coral_core.domain.capacity import CapacityTable
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
 from coral_core.sim import ModelMetrics
+from tasks.calibration_notes import calibration_notes
 from tasks.executor import Executor
 from tasks.library import build_library, build_spec_from_scenario, capacity_tables
 from tasks.plan import selected_templates
@@ -108,6 +109,7 @@ class Calibration:
     handover: bool
     seeds: tuple[int, ...]
     models: tuple[ModelCalibration, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -191,6 +193,7 @@ def calibrate(
         handover=handover,
         seeds=tuple(seeds),
         models=tuple(found),
+        notes=calibration_notes(resolved, seeds),
     )
 
 

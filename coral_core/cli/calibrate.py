@@ -99,6 +99,8 @@ def _show(found: Calibration) -> None:
         *("TTFT p99 s", "bound s", "TPOT p99 s", "bound s"),
     )
     print_table("Cost (predicted) and goodput (simulated, share of the offered tokens/s, worst seed)", columns, costs)
+    for note in found.notes:
+        print_text(f"note: {note}")
     if found.complete:
         print_text("\nput into the scenario:")
         print_text(found.capacity_yaml)
