@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from coral_core.cli.evaluate_scenario import Scenario, Seeds, step_note
+from coral_core.cli.evaluate_scenario import Scenario, step_note
 from coral_core.cli.options import AsJson, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
 from coral_core.cli.report_file import ReportPath, check_report, write_report
@@ -35,7 +35,7 @@ def levers(
     ] = 2.5,
     simulate: Annotated[bool, Parameter(help="Simulate each plan, not only cost it.")] = True,
     minutes: Annotated[float, Parameter(help="Simulated minutes of each run.")] = 3.0,
-    seeds: Seeds = (0,),
+    seeds: Annotated[tuple[int, ...], Parameter(help="Of the requests.", consume_multiple=True, negative="")] = (0,),
     report: ReportPath = None,
     markdown: Annotated[Path | None, Parameter(help="Write the table here, as Markdown.")] = None,
     store: StoreUrl = None,
