@@ -134,12 +134,15 @@ def _tiles(document: Document, subject: str) -> list[Tile]:
     for name, ratio in document["ratios"].get(subject, {}).items():
         published = (ratio["published"] or {}).get("cost_ratio")
         value = ratio["cost_ratio"]
+        short = document["policies"][name]["shortfall_frac"]
+        remarks = [f"leaves up to {short:.1%} of a model's demand unserved"] if short else []
+        remarks += [] if published is None else [f"published: {published:.3g}"]
         tiles.append(
             Tile(
                 label=f"{name}: cost over that of {subject}",
                 value=figure(value),
                 kind=charts.PREDICTED,
-                note="" if published is None else f"published: {published:.3g}",
+                note="; ".join(remarks),
             )
         )
     return tiles

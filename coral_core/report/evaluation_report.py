@@ -109,6 +109,7 @@ def ratios_table(document: Mapping[str, Any], subject: str) -> PlanTable:
         rows.append(
             (
                 name,
+                percent(document["policies"][name]["shortfall_frac"]),
                 ratio["cost_ratio"],
                 published.get("cost_ratio"),
                 ratio["goodput_ratio"],
@@ -117,10 +118,14 @@ def ratios_table(document: Mapping[str, Any], subject: str) -> PlanTable:
                 ratio["goodput_per_usd_ratio"],
             )
         )
+    own = percent(document["policies"][subject]["shortfall_frac"])
     return PlanTable(
-        title=f"{subject} against the others: their cost over its (predicted), its goodput over theirs (simulated)",
+        title=(
+            f"{subject} (worst planned shortfall {own}) against the others: their cost over its (predicted), "
+            "its goodput over theirs (simulated)"
+        ),
         columns=(
-            *("policy", "cost ratio", "published cost ratio", "goodput ratio", "95% interval"),
+            *("policy", "planned shortfall", "cost ratio", "published cost ratio", "goodput ratio", "95% interval"),
             *("published goodput ratio", "goodput per USD ratio"),
         ),
         rows=rows,
@@ -136,6 +141,18 @@ def evaluation_notes(document: Mapping[str, Any]) -> list[str]:
     ]
     if len(seeds) == 1:
         notes.append("one seed: no confidence interval")
+    inputs = document["inputs"]
+    if all(isinstance(model["lengths"], Mapping) and "trace" in model["lengths"] for model in inputs["models"]):
+        notes.append("all requests are of traces: seeds change nothing, and intervals over them say nothing")
+    duration_s, startup_s = inputs["epochs"]["duration_s"], inputs["allocation"]["startup_s"]
+    if document["epochs"] > 1 and duration_s < startup_s:
+        notes.append(
+            f"an epoch lasts {figure(duration_s)} s and a node takes {figure(startup_s)} s to start: what an epoch plans "
+            "is up only after it is over"
+        )
+    short = [name for name, one in document["policies"].items() if one["shortfall_frac"] > 0]
+    if short:
+        notes.append(f"{', '.join(short)}: planned to leave demand unserved, so their cost is not that of the whole demand")
     published = any(row["published"] for rows in document["ratios"].values() for row in rows.values())
     if published:
         notes.append(f"published ratios: {document['published_source']}")

@@ -40,7 +40,11 @@ def evaluation(
         "inputs": {
             "description": "Made up.",
             "regions": ["us-east-2", "mars-1"],
-            "models": [{"model": model, "variant": None, "requests_per_s": 4.0} for model in models],
+            "models": [
+                {"model": model, "variant": None, "requests_per_s": 4.0, "lengths": "azure-conv"} for model in models
+            ],
+            "epochs": {"duration_s": 360.0},
+            "allocation": {"startup_s": 300.0},
         },
         "headroom": [
             {"model": model, "phase": phase, "slo_frac": 0.9, "max_utilization_frac": share, "source": "a test"}

@@ -203,6 +203,8 @@ class Sloppy:
     def solve(self, program, options):
         self.raised = self.raised or bool((program.row_lower > 1.0).any())
         found = HighsSolver().solve(program, options)
+        if found.x is None:  # after its own answer of one combo too few nothing is left to do within the limits
+            return found
         x = found.x.copy()
         if not self.raised:
             x[0] -= 1

@@ -130,7 +130,7 @@ class _Choice:
 
     def _lexicographic(self, margin_frac: float) -> tuple[Ints, Floats]:
         """(combos deployed, missing share per model as the solver states it)."""
-        program, columns = self._program(margin_frac)
+        program, columns = self._program(margin_frac, self._usd_per_token())
         point = np.zeros(program.n_columns)
         point[columns.missing] = 1.0
         point[columns.lacking] = program.upper[columns.lacking]
@@ -140,13 +140,18 @@ class _Choice:
             (columns.deficit, np.ones(len(columns.deficit))),
             (columns.missing, weight / (weight.max(initial=0.0) or 1)),
         ]
-        left = len(stages) + 1
+        left = len(stages) + 2
         for at, coefficient in stages:
             point = self._improve(replace(program, objective=_spread(program, at, coefficient)), point, share=1 / left)
             # what this stage reached is the limit of the next: a stage that ended early leaves them more room
             program = _limited(program, at, coefficient, float(coefficient @ point[at]) + _STAGE_TOLERANCE)
             left -= 1
-        point = self._improve(program, point, share=1.0)
+        point = self._improve(program, point, share=1 / left)
+        # What the solver cannot tell apart in that objective may cost very differently where demands do.
+        plain, _ = self._program(margin_frac, np.ones(len(weight)))
+        limit = float(program.objective @ point) * (1 + self.problem.options.gap_frac)
+        within = _limited(program, np.arange(program.n_columns, dtype=np.int32), program.objective, limit)
+        point = self._improve(replace(within, objective=plain.objective), point, share=1.0)
         return np.rint(point[columns.deployed]).astype(np.int64), point[columns.missing]
 
     def _improve(self, program: IntegerProgram, point: Floats, *, share: float) -> Floats:
@@ -157,13 +162,13 @@ class _Choice:
         found = self.solver.solve(program, options).x
         return point if found is None else found
 
-    def _program(self, margin_frac: float) -> tuple[IntegerProgram, _Columns]:
+    def _program(self, margin_frac: float, per_token: Floats) -> tuple[IntegerProgram, _Columns]:
+        """The program at an objective in which each model's cost counts times `per_token`."""
         problem, combos = self.problem, self.combos
         rows, models = problem.demand, len(combos.models)
         builder = ProgramBuilder(name="cauchy")
         need = np.array([max((rows[i].min_instances for i in combos.rows[m]), default=0) for m in combos.model])
         most = np.maximum(np.ceil(1.0 / combos.served_frac) if len(combos) else np.zeros(0), need)
-        per_token = self._usd_per_token()
         price = combos.counted_usd_per_h * per_token[combos.model]
         deployed = builder.add_columns("deployed", len(combos), objective=price, upper=most, integer=True)
         missing = builder.add_columns("missing", models, upper=1.0)
