@@ -152,7 +152,9 @@ def evaluation_notes(document: Mapping[str, Any]) -> list[str]:
         )
     short = [name for name, one in document["policies"].items() if one["shortfall_frac"] > 0]
     if short:
-        notes.append(f"{', '.join(short)}: planned to leave demand unserved, so their cost is not that of the whole demand")
+        notes.append(
+            f"{', '.join(short)}: planned to leave demand unserved, so their cost is not that of the whole demand"
+        )
     published = any(row["published"] for rows in document["ratios"].values() for row in rows.values())
     if published:
         notes.append(f"published ratios: {document['published_source']}")
