@@ -51,6 +51,13 @@ def lever_notes(document: Mapping[str, Any]) -> list[str]:
     notes.append(f"with spot nodes, on-demand nodes can serve at least {document['on_demand_frac']:.0%} of the demand")
     several = {name: variants for name, variants in document["variants"].items() if len(variants) > 1}
     notes.append("variants: " + ("; ".join(f"{name} {', '.join(few)}" for name, few in several.items()) or "no others"))
+    unproven = [row for row in document["rows"] if row.get("status") == "gap"]
+    if unproven:
+        shown = "; ".join(
+            f"{row['name']}, {row['requests_per_s']:g} requests/s, {row['supply']} ({percent(row['gap_frac'])})"
+            for row in unproven
+        )
+        notes.append(f"not proven within the time limit, so that a better plan may exist (gap of the cost): {shown}")
     for row in document["rows"]:
         if "failed" in row:
             notes.append(f"{row['name']}, {row['requests_per_s']:g} requests/s, {row['supply']}: {row['failed']}")

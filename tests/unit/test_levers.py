@@ -200,6 +200,9 @@ def test_the_table_is_shown_on_the_terminal_in_markdown_and_as_a_page(document):
     assert f"{row['cost_usd_per_h']:,.2f}" in text
     assert "simulated" in text
     assert "predicted" in text
+    unproven = {**document, "rows": [{**row, "status": "gap", "gap_frac": 0.25}]}
+    assert any("mixed replicas + spot, 30 requests/s, ample (25.0%)" in note for note in lever_notes(unproven))
+    assert not any("not proven" in note for note in lever_notes({**document, "rows": []}))
     page = lever_page(document, time="2026-05-01")
     assert page.count('<svg class="chart"') == 4
 
