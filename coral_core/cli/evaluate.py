@@ -29,10 +29,22 @@ from coral_core.errors import InputError, NoSolutionError
 
 app = App(name="evaluate", help="Policies compared on a scenario, in the simulator; how settings change a library.")
 
-app.command("coral_core.cli.evaluate_split:split", name="split")
-app.command("coral_core.cli.evaluate_levers:levers", name="levers")
-app.command("coral_core.cli.evaluate_results:assumptions", name="assumptions")
-app.command("coral_core.cli.evaluate_results:tables", name="tables")
+app.command(
+    "coral_core.cli.evaluate_split:split",
+    name="split",
+    help="What the free latency split is worth beside the published one.",
+)
+app.command(
+    "coral_core.cli.evaluate_levers:levers",
+    name="levers",
+    help="What each lever beyond homo_joint is worth, alone and together.",
+)
+app.command(
+    "coral_core.cli.evaluate_results:assumptions",
+    name="assumptions",
+    help="Which assumption a ratio to a baseline depends on.",
+)
+app.command("coral_core.cli.evaluate_results:tables", name="tables", help="Markdown tables of results.")
 
 
 @app.default

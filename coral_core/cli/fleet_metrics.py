@@ -15,8 +15,7 @@ from coral_core.errors import InputError
 
 
 def metrics(
-    *,
-    fleet: Annotated[tuple[str, ...], Parameter(help="Fleets; default: all in the store.", negative="")] = (),
+    *fleets: Annotated[str, Parameter(help="Fleets; default: all in the store.")],
     listen: Annotated[str, Parameter(help="Where Prometheus may ask, as HOST:PORT.")] = "127.0.0.1:9464",
     once: Annotated[bool, Parameter(negative="", help="Print the metrics and end.")] = False,
     store: StoreUrl = None,
@@ -36,7 +35,7 @@ def metrics(
         ) from None
     from coral_core.clock import SystemClock
 
-    collector = FleetMetrics(open_configured_store(store), SystemClock(), tuple(dict.fromkeys(fleet)))
+    collector = FleetMetrics(open_configured_store(store), SystemClock(), tuple(dict.fromkeys(fleets)))
     if once:
         sys.stdout.write(exposition(collector))
         return

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from coral_core.config.resolve import ResolvedScenario
 
 app = App(name="plan", help="The cheapest plan for a scenario, and why it is so.")
-app.command("coral_core.cli.plan_one_more:one_more", name="one-more")
+app.command(
+    "coral_core.cli.plan_one_more:one_more",
+    name="one-more",
+    help="What one more node of each scarce configuration would save.",
+)
 
 Fleet = Annotated[str | None, Parameter(help="Fleet the plan belongs to; default: CORAL_FLEET, else `default`.")]
 At = Annotated[str, Parameter(help="Time of a recorded plan (`coral plan list`), or `latest`.")]
