@@ -54,7 +54,7 @@ def plan_document(
         "demand": [_demand(row) for row in problem.demand],
         "coverage": [_coverage(row, problem, result) for row in problem.demand],
         "changes": _changes(problem, result),
-        "notes": _failed_shards(snapshot) + _notes(resolved, problem, result, now),
+        "notes": _failed_shards(snapshot) + _notes(resolved, problem, result, now) + _pipelines(result, templates),
     }
 
 
@@ -269,6 +269,20 @@ def _notes(
             "`phases: [prefill, decode, aggregated]` lets both on the same nodes compete"
         )
     return notes
+
+
+def _pipelines(result: AllocationResult, templates: Mapping[str, ServingTemplate]) -> list[str]:
+    """Replicas whose stages wait for one another: capacities do not count that, and the simulator shows it."""
+    chosen = [templates[item.template] for item in result.instances]
+    names = sorted({f"{one.model} {one.phase.value}" for one in chosen if len(one.placement.stages) > 1})
+    if not names:
+        return []
+    return [
+        (
+            f"{', '.join(names)}: replicas in several stages; capacities do not count that stages wait for one another, so "
+            "simulate before relying on them (coral simulate)"
+        )
+    ]
 
 
 def _without_templates(resolved: ResolvedScenario, problem: AllocationProblem) -> list[tuple[ResolvedModel, Phase]]:
