@@ -58,11 +58,11 @@ def test_an_evaluation_is_recorded_and_shown(server, tmp_path):
     report = Artifact.get("evaluation-micro-report")
     assert report is not None
     assert "# Evaluation of micro" in report.data
-    page = Artifact.get("evaluation-micro-page")
-    assert page is not None
-    assert page.type == "markdown"
-    assert url.replace("summary.json", "report.html") in page.data
+    stored = Artifact.get("evaluation-micro-stored")
+    assert stored is not None
     key = f"evaluations/micro/{time:%Y%m%dT%H%M%S.%fZ}/report.html"
+    assert store.url_of(key) in stored.data
+    assert f"coral artifacts show {key}" in stored.data
     assert not faults(store.get(key).decode())
     assert "report.html" in store.get("evaluations/micro/index.md").decode()
     table = Artifact.get("evaluation-micro-0")
