@@ -14,7 +14,7 @@ Points = Sequence[Mapping[str, Any]]
 def library_chart(scenario: str, growth: Points) -> str:
     """Combinations, time and memory of a build against N_max, from `LibraryBench.growth`; an SVG document."""
     panels = [
-        _panel("combinations and templates", "number", growth, combinations=1.0, templates_kept=1.0),
+        _panel("combinations and templates", "thousands", growth, combinations=1e-3, templates_kept=1e-3),
         _panel("time of a build with commit", "seconds", growth, wall_s=1.0, build_core_s=1.0, solve_core_s=1.0),
         _panel("peak memory of the processes", "MiB", growth, peak_memory_bytes=2.0**-20),
     ]
@@ -72,7 +72,10 @@ def allocation_chart(scenario: str, growth: Points, over_time: Points) -> str:
             f"worst {last['worst_gap_frac']:.3%}."
         )
     return line_chart(
-        f"Allocation of {scenario}: time against size (measured)", panels, columns=3, description=" ".join(texts)
+        f"Allocation of {scenario}: time against size (measured)",
+        panels,
+        columns=min(3, len(panels)),
+        description=" ".join(texts),
     )
 
 
