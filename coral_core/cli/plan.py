@@ -106,7 +106,7 @@ def explain(
     from artifacts.library import open_library
 
     opened = open_configured_store(store)
-    record = _recorded(opened, fleet, at)
+    record = recorded_plan(opened, fleet, at)
     if template is None:
         explanation = record.decision["explanation"]
         if as_json:
@@ -131,7 +131,7 @@ def replay(*, at: At = "latest", fleet: Fleet = None, store: StoreUrl = None, as
     from tasks.plan import replay_plan
 
     opened = open_configured_store(store)
-    record = _recorded(opened, fleet, at)
+    record = recorded_plan(opened, fleet, at)
     library = record.decision["library"]
     result = replay_plan(record.decision, open_library(opened, library["name"], library["version"]))
     then = sorted((i["template"], i["region"], i["count"]) for i in record.plan["instances"])
@@ -191,14 +191,15 @@ def list_recorded(*, fleet: Fleet = None, store: StoreUrl = None, as_json: AsJso
 @app.command
 def show(*, at: At = "latest", fleet: Fleet = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
     """Show a recorded plan."""
-    record = _recorded(open_configured_store(store), fleet, at)
+    record = recorded_plan(open_configured_store(store), fleet, at)
     if as_json:
         print_json({"plan": record.plan, "decision": record.decision})
     else:
         show_plan(record.plan, record.decision)
 
 
-def _recorded(store: Store, fleet: str | None, at: str) -> StoredPlan:
+def recorded_plan(store: Store, fleet: str | None, at: str) -> StoredPlan:
+    """The plan of a fleet (default: the settings' one) as it was recorded at a time, or the latest."""
     from artifacts.keys import parse_time
     from artifacts.plans import read_plan
 

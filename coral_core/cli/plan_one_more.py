@@ -8,27 +8,25 @@ from cyclopts import Parameter, validators
 
 from coral_core.cli.options import AsJson, StoreUrl
 from coral_core.cli.output import print_json, print_table, print_text
+from coral_core.cli.plan import At, Fleet, recorded_plan
 from coral_core.cli.work import open_configured_store
-from coral_core.config.settings import load_settings
 
 
 def one_more(
     *,
-    at: Annotated[str, Parameter(help="Time of a recorded plan (`coral plan list`), or `latest`.")] = "latest",
-    fleet: Annotated[str | None, Parameter(help="Default: CORAL_FLEET, else `default`.")] = None,
+    at: At = "latest",
+    fleet: Fleet = None,
     most: Annotated[int, Parameter(validator=validators.Number(gte=1), help="Nodes to try.")] = 10,
     store: StoreUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """What one more node of each scarce configuration would save: the plan is solved again with it, one at a time."""
-    from artifacts.keys import parse_time
     from artifacts.library import open_library
-    from artifacts.plans import read_plan
     from coral_core.report.figures import usd
     from tasks.one_more import one_more_document
 
     opened = open_configured_store(store)
-    record = read_plan(opened, fleet or load_settings().fleet, None if at == "latest" else parse_time(at))
+    record = recorded_plan(opened, fleet, at)
     library = record.decision["library"]
     snapshot = open_library(opened, library["name"], library["version"])
     answers = one_more_document(record.decision, snapshot, most=most)
