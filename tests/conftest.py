@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 REFERENCE_VARIABLE = "CORAL_REFERENCE_DATA"
+ENGINE_VARIABLE = "CORAL_ENGINE_PYTHON"
 
 # Short, because Ray puts unix sockets below it and their paths may have 107 bytes only.
 SCRATCH = Path(tempfile.mkdtemp(prefix="coral-t-"))
@@ -42,7 +44,10 @@ _ENVIRONMENT = {
 _REMOVED = ("PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_PROFILE", "RAY_ADDRESS", "AWS_PROFILE", "AWS_SESSION_TOKEN")
 
 os.environ.update(_ENVIRONMENT)
-for _name in [*_REMOVED, *(name for name in os.environ if name.startswith("CORAL_") and name != REFERENCE_VARIABLE)]:
+for _name in [
+    *_REMOVED,
+    *(name for name in os.environ if name.startswith("CORAL_") and name not in (REFERENCE_VARIABLE, ENGINE_VARIABLE)),
+]:
     os.environ.pop(_name, None)
 
 # Numeric code on shared machines has no steady pace, hence no deadline anywhere.
@@ -72,14 +77,36 @@ def repository() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(scope="session")
+def engine_python(repository: Path) -> Path:
+    """The engine's interpreter; skips where CORAL_ENGINE_PYTHON is unset and no `.venv-engine` was made, fails where it is wrong."""
+    value = os.environ.get(ENGINE_VARIABLE)
+    interpreter = Path(value) if value else repository / ".venv-engine/bin/python"
+    if not value and not interpreter.exists():
+        pytest.skip(f"no engine environment: run `make engine-cpu`, or set {ENGINE_VARIABLE}")
+    if not os.access(interpreter, os.X_OK):
+        pytest.fail(f"{ENGINE_VARIABLE}={value}: no interpreter there")
+    return interpreter
+
+
+@pytest.fixture(scope="session")
+def tiny_model(engine_python: Path, repository: Path) -> Path:
+    """Folder of the tiny random model that engine tests serve: qwen3, 8 layers, float32, vocabulary of 1024, context of 4096."""
+    folder = SCRATCH / "tiny-model"
+    command = [engine_python, "-m", "coral_core.engine.plugin.tiny_model", folder]
+    subprocess.run(command, cwd=repository, check=True, timeout=120)
+    return folder
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test that asks for the reference data, and note it in the JUnit report: CI refuses to see one skipped."""
+    """Mark every test that asks for the reference data or an engine, and note it in the JUnit report: CI refuses to see one skipped."""
     for item in items:
-        if "reference_data" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.reference)
-        if item.get_closest_marker("reference"):
-            item.user_properties.append(("marker", "reference"))
+        for fixture, marker in (("reference_data", "reference"), ("engine_python", "engine")):
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker(marker)
+            if item.get_closest_marker(marker):
+                item.user_properties.append(("marker", marker))
 
 
 def pytest_unconfigure() -> None:

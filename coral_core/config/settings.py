@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,10 @@ class Settings(BaseSettings):
     notify: str = Field(default="", description="told of failures: an http(s) URL, or type/name of a Prefect block")
     provider: ProviderName = Field(default="fake", description="where nodes are rented; `fake` rehearses in a folder")
     rehearsal: Path = Field(default=Path(".coral/rehearsal"), description="folder of the provider `fake`")
+    engine_python: Path = Field(
+        default=Path(".venv-engine/bin/python"),
+        description="interpreter that has vLLM; `make engine-cpu` makes the default",
+    )
     max_nodes: int | None = Field(default=None, ge=0, description="nodes that no run may go beyond")
     max_usd_per_h: float | None = Field(default=None, ge=0, allow_inf_nan=False, description="the same for the cost")
     aws_launch_template: str = Field(default="coral-node", description="name of the launch template in every region")
@@ -35,10 +40,29 @@ class Settings(BaseSettings):
     gcp_instance_template: str = Field(default="coral-node", description="a global instance template of the project")
     gcp_zones: dict[str, tuple[str, ...]] = Field(default={}, description="JSON: zones by region")
 
+    gateway_admin_url: str = Field(
+        default="",
+        pattern=r"^(http://[A-Za-z0-9.:\[\]-]+)?$",
+        description="http://HOST:PORT of the gateway's admin side",
+    )
+    gateway_token_file: Path | None = Field(default=None, description="file with the admin token of the gateway")
+
     @property
     def store_url(self) -> str:
         """The object store's URL."""
         return self.store or (Path.cwd() / ".coral" / "store").as_uri()
+
+    def engine_interpreter(self) -> Path:
+        """The absolute path of the engine's interpreter; InputError where `engine_python` names no program."""
+        # Not resolved: behind its symbolic link a virtual environment's interpreter is the system's.
+        interpreter = self.engine_python.expanduser().absolute()
+        if not interpreter.is_file() or not os.access(interpreter, os.X_OK):
+            raise InputError(
+                f"no interpreter for engines at {interpreter}",
+                where="environment variable CORAL_ENGINE_PYTHON",
+                fix="make one with `make engine-cpu`, or name one that has vLLM",
+            )
+        return interpreter
 
 
 def load_settings() -> Settings:

@@ -11,7 +11,10 @@ import pytest
 SUMMARY = Path(__file__).resolve().parents[2] / ".ci" / "summary.py"
 REFERENCE = '<properties><property name="marker" value="reference"/></properties>'
 OK = '<testcase classname="a" name="ok"/>'
-GOOD = OK + f'<testcase classname="a" name="compared">{REFERENCE}</testcase>'
+ENGINE = REFERENCE.replace("reference", "engine")
+COMPARED = f'<testcase classname="a" name="compared">{REFERENCE}</testcase>'
+SERVED = f'<testcase classname="a" name="served">{ENGINE}</testcase>'
+GOOD = OK + COMPARED + SERVED
 
 
 def summary(tmp_path, cases: str | None, *steps: str) -> tuple[int, list[str]]:
@@ -23,7 +26,7 @@ def summary(tmp_path, cases: str | None, *steps: str) -> tuple[int, list[str]]:
 
 
 def test_a_good_run_ends_with_its_count(tmp_path):
-    assert summary(tmp_path, GOOD) == (0, ["2 passed, 0 failed, 0 skipped"])
+    assert summary(tmp_path, GOOD) == (0, ["3 passed, 0 failed, 0 skipped"])
 
 
 @pytest.mark.parametrize(
@@ -31,19 +34,26 @@ def test_a_good_run_ends_with_its_count(tmp_path):
     [
         (None, [], "ci: no test ran: test.xml is missing or empty", "0 passed, 0 failed, 0 skipped"),
         ("", [], "ci: no test ran: test.xml is missing or empty", "0 passed, 0 failed, 0 skipped"),
-        (OK, [], "ci: no reference test passed", "1 passed, 0 failed, 0 skipped"),
-        (GOOD, ["demo (exit 2)"], "ci: step failed: demo (exit 2)", "2 passed, 0 failed, 0 skipped"),
+        (OK + SERVED, [], "ci: no reference test passed", "2 passed, 0 failed, 0 skipped"),
+        (OK + COMPARED, [], "ci: no engine test passed", "2 passed, 0 failed, 0 skipped"),
+        (GOOD, ["demo (exit 2)"], "ci: step failed: demo (exit 2)", "3 passed, 0 failed, 0 skipped"),
         (
             GOOD + '<testcase classname="a" name="bad"><error message="x"/></testcase>',
             [],
             "ci: test failed: a::bad",
-            "2 passed, 1 failed, 0 skipped",
+            "3 passed, 1 failed, 0 skipped",
         ),
         (
             GOOD + f'<testcase classname="a" name="absent">{REFERENCE}<skipped message="not set"/></testcase>',
             [],
             "ci: reference test skipped: a::absent",
-            "2 passed, 0 failed, 1 skipped",
+            "3 passed, 0 failed, 1 skipped",
+        ),
+        (
+            GOOD + f'<testcase classname="a" name="absent">{ENGINE}<skipped message="no vLLM"/></testcase>',
+            [],
+            "ci: engine test skipped: a::absent",
+            "3 passed, 0 failed, 1 skipped",
         ),
     ],
 )
@@ -59,4 +69,4 @@ def test_a_skip_elsewhere_and_an_expected_failure_are_named_but_allowed(tmp_path
     expected = '<testcase classname="b" name="x"><skipped type="pytest.xfail" message=""/></testcase>'
     code, lines = summary(tmp_path, GOOD + other + expected)
     assert code == 0
-    assert lines == ["skipped: b::gpu: no GPU", "2 passed, 0 failed, 1 skipped"]
+    assert lines == ["skipped: b::gpu: no GPU", "3 passed, 0 failed, 1 skipped"]

@@ -62,7 +62,7 @@ def test_no_file_names_a_registry_or_a_place_on_somebodys_machine():
     assert not strays, "\n".join(strays)
 
 
-@pytest.mark.parametrize("name", ["dev.lock", "base.lock"])
+@pytest.mark.parametrize("name", ["dev.lock", "base.lock", "infra.lock", "engine-cpu.lock"])
 def test_a_lock_file_pins_and_hashes_everything_and_names_no_index(name):
     text = (ROOT / "requirements" / name).read_text(encoding="utf-8")
     assert not re.search(r"^\s*(--(extra-)?index-url|--find-links|-i|-f)\b|://", text, re.MULTILINE)

@@ -1,0 +1,1 @@
+"""What runs inside the engine's process, in the engine's environment: imports nothing of ours but itself."""

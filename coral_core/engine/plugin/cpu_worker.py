@@ -1,0 +1,61 @@
+"""vLLM's CPU worker, mended for pipelines and able to act as a slower device.
+
+Used as `--worker-cls coral_core.engine.plugin.cpu_worker.StageWorker`.
+
+* With `--enforce-eager` and a stated KV size vLLM 0.32 skips the warm-up that would make the buffer into which a later
+  pipeline stage receives; its first request then kills the engine. Here the buffer is made in any case.
+* `CORAL_STAGE_DELAY_MS`, milliseconds per step of each pipeline stage (`5,30`; one figure is for all), makes stages unequal
+  on a machine whose cores are equal. A step without tokens is not delayed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.worker_base import CompilationTimes
+
+DELAY_VARIABLE = "CORAL_STAGE_DELAY_MS"
+
+
+class StageWorker(CPUWorker):
+    """One stage of a pipeline on the CPU."""
+
+    _delay_s = 0.0
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Warm up as vLLM does; afterwards a later stage has its receiving buffer and every stage knows its delay."""
+        times = super().compile_or_warm_up_model()
+        stage = get_pp_group()
+        runner = self.model_runner
+        if not stage.is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+        self._delay_s = stage_delay_s(os.environ.get(DELAY_VARIABLE, ""), stage.rank_in_group, stage.world_size)
+        return times
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        """One step, after the stage's delay."""
+        if self._delay_s and scheduler_output.total_num_scheduled_tokens:
+            time.sleep(self._delay_s)
+        return super().execute_model(scheduler_output)
+
+
+def stage_delay_s(text: str, stage: int, stages: int) -> float:
+    """The delay in seconds of `stage` (from 0) by the text of `CORAL_STAGE_DELAY_MS`; ValueError where it fits no pipeline of `stages`."""
+    if not text.strip():
+        return 0.0
+    try:
+        delays_ms = [float(part) for part in text.split(",")]
+    except ValueError:
+        delays_ms = []
+    if len(delays_ms) not in {1, stages} or not all(0.0 <= delay_ms < 60_000.0 for delay_ms in delays_ms):
+        raise ValueError(
+            f"{DELAY_VARIABLE}={text!r}: give one figure, or one for each of {stages} stages, in milliseconds from 0 to 60000"
+        )
+    return (delays_ms * stages)[stage] / 1000.0
