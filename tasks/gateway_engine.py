@@ -25,13 +25,15 @@ class GatewayEngine:
     timeout_s: float = 10.0
 
     def ready(self, instance: Instance) -> Readiness:
-        """What the gateway found when it last asked the engine; unknown where the gateway cannot be asked."""
+        """What the gateway found when it last asked the engine, or was told of its failure; unknown where it cannot be asked."""
         try:
             rows = self._call("GET", "/instances")["instances"]
         except ServingError:
             return Readiness.UNKNOWN
-        ready = any(row["name"] == instance.instance_id and row["ready"] for row in rows)
-        return Readiness.READY if ready else Readiness.NOT_READY
+        row: dict[str, Any] = next((row for row in rows if row["name"] == instance.instance_id), {})
+        if row.get("failed"):
+            return Readiness.FAILED
+        return Readiness.READY if row.get("ready") else Readiness.NOT_READY
 
     def set_weight(self, instance: Instance, weight: float) -> None:
         """Route by this weight. ServingError for an instance above 0 that has not been registered with its address."""

@@ -31,6 +31,7 @@ from coral_core.config.settings import ProviderName, Settings
 from coral_core.domain.fleet import Offer
 from coral_core.domain.hardware import split_market
 from coral_core.errors import InputError
+from tasks.gateway_engine import GatewayEngine
 from tasks.plan import scenario_templates
 
 Answer = TypeVar("Answer")
@@ -91,6 +92,7 @@ def _fake(settings: Settings) -> Provider:
 
 def _aws(settings: Settings) -> Provider:
     api, clock = _boto3(settings), SystemClock()
+    engine, notes = serving_side(settings)
     launch = AwsLaunch(
         launch_template=settings.aws_launch_template,
         subnets=settings.aws_subnets,
@@ -99,12 +101,12 @@ def _aws(settings: Settings) -> Provider:
     return Provider(
         name="aws",
         provisioner=AwsProvisioner(api, launch),
-        engine=AssumedEngine(),
+        engine=engine,
         clock=clock,
         sleep=time.sleep,
         settle_s=AWS_SETTLE_S,
         supply=lambda _resolved, _snapshot: (aws_sources(api, clock), MaxAge()),
-        notes=(ASSUMED_NOTE,),
+        notes=notes,
     )
 
 
@@ -116,19 +118,46 @@ def _gcp(settings: Settings) -> Provider:
             fix="""set them, for instance CORAL_GCP_ZONES='{"us-central1": ["us-central1-a"]}'""",
         )
     clock = SystemClock()
+    engine, notes = serving_side(settings)
     launch = GcpLaunch(
         project=settings.gcp_project, instance_template=settings.gcp_instance_template, zones=settings.gcp_zones
     )
     return Provider(
         name="gcp",
         provisioner=GcpProvisioner(launch),
-        engine=AssumedEngine(),
+        engine=engine,
         clock=clock,
         sleep=time.sleep,
         settle_s=60.0,
         supply=lambda resolved, snapshot: stated_supply(resolved, snapshot, settings.gcp_zones, clock),
-        notes=("prices and supply are the scenario's: there is no source of GCP's own", ASSUMED_NOTE),
+        notes=("prices and supply are the scenario's: there is no source of GCP's own", *notes),
     )
+
+
+def serving_side(settings: Settings) -> tuple[Engine, tuple[str, ...]]:
+    """The gateway that the settings name, with its notes; without one, readiness is assumed, and the notes say so.
+
+    Raises InputError for an address without a token, a token without an address, and a token that cannot be read.
+    """
+    url, token_file = settings.gateway_admin_url, settings.gateway_token_file
+    if not url and token_file is None:
+        return AssumedEngine(), (ASSUMED_NOTE,)
+    if not url or token_file is None:
+        raise InputError(
+            "the gateway's admin side needs both its address and its token",
+            where="CORAL_GATEWAY_ADMIN_URL, CORAL_GATEWAY_TOKEN_FILE",
+            fix="set both, or none (then readiness is assumed)",
+        )
+    try:
+        token = token_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the admin token: {error}", where="CORAL_GATEWAY_TOKEN_FILE") from None
+    if len(token) < 32 or not token.isascii() or not token.isprintable():
+        raise InputError(
+            "holds no admin token: at least 32 printable characters on one line",
+            where=f"CORAL_GATEWAY_TOKEN_FILE: {token_file}",
+        )
+    return GatewayEngine(url=url.rstrip("/"), token=token), (f"readiness, weights and draining: the gateway at {url}",)
 
 
 def _boto3(settings: Settings) -> AwsApi:

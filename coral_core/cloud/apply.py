@@ -87,6 +87,7 @@ class _Run:
         self.listed_alive: set[str] = set()
         self.unknown_s: dict[tuple[str, int], float] = {}  # orders without an answer
         self.ready: set[str] = set()
+        self.failed: set[str] = set()
         self.unready_since_s: dict[str, float] = {}
         self.weight: dict[str, float] = {}
         self.drain_since_s: dict[str, float] = {}
@@ -155,6 +156,7 @@ class _Run:
 
     def _ask_engines(self, now_s: float) -> None:
         self.ready.clear()
+        self.failed.clear()
         for instance in gather(self.nodes.values()):
             name = instance.instance_id
             readiness = self.ports.engine.ready(instance) if instance.running else Readiness.NOT_READY
@@ -162,6 +164,8 @@ class _Run:
                 self.unready_since_s.setdefault(name, now_s)
                 continue
             self.unready_since_s.pop(name, None)
+            if readiness is Readiness.FAILED:
+                self.failed.add(name)
             if readiness is Readiness.READY:
                 self.ready.add(name)
                 self.begun.discard(name)
@@ -171,6 +175,7 @@ class _Run:
         signals = Signals(
             ready=frozenset(self.ready),
             unready_s={name: now_s - since_s for name, since_s in self.unready_since_s.items()},
+            failed=frozenset(self.failed),
             weight=self.weight,
             draining=frozenset(self.drain_since_s),
             drained=frozenset(self.drained),

@@ -9,11 +9,12 @@ from coral_core.cloud.fleet_view import Instance
 
 
 class Readiness(StrEnum):
-    """`unknown`: the engine's side cannot be asked; it condemns no instance."""
+    """`unknown`: the engine's side cannot be asked; it condemns no instance. `failed`: it is given up for good, as a whole."""
 
     READY = "ready"
     NOT_READY = "not_ready"
     UNKNOWN = "unknown"
+    FAILED = "failed"
 
 
 class Engine(Protocol):

@@ -310,13 +310,14 @@ class FakeEngine:
     """Implements `Engine` over a fake cloud: an engine answers `boot_s` after its youngest node runs.
 
     Templates in `broken` never answer. An instance is drained `drain_s` after it was told to, at once where it did not
-    answer. `weight` is what the gateway routes by; `unreachable` makes the gateway's side unknown.
+    answer; ids in `condemned` have failed for good. `weight` is what the gateway routes by; `unreachable` makes the gateway's side unknown.
     """
 
     cloud: FakeCloud
     boot_s: float = 60.0
     drain_s: float = 20.0
     broken: set[str] = field(default_factory=set)
+    condemned: set[str] = field(default_factory=set)
     unreachable: bool = False
     weight: dict[str, float] = field(default_factory=dict)
     draining_since: dict[str, datetime] = field(default_factory=dict)
@@ -325,6 +326,8 @@ class FakeEngine:
         """Whether it answers."""
         if self.unreachable:
             return Readiness.UNKNOWN
+        if instance.instance_id in self.condemned:
+            return Readiness.FAILED
         return Readiness.READY if self._answers(instance) else Readiness.NOT_READY
 
     def set_weight(self, instance: Instance, weight: float) -> None:

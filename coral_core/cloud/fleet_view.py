@@ -140,13 +140,14 @@ class Signals:
     """What a run knows besides the listing, by instance id.
 
     `ready`: instances whose engine answers; `unready_s`: for how long an engine has been seen not to answer (absent: it
-    answers or cannot be asked); `weight`: routing weights set in this run; `draining`: told to drain in this run;
+    answers or cannot be asked); `failed`: given up by the serving side; `weight`: routing weights set in this run; `draining`: told to drain in this run;
     `drained`: nothing in flight any more, or given up waiting; `burnt`: ids that must not be used again; `given_up`:
     (template, region, market) whose instances fail to come up.
     """
 
     ready: frozenset[str] = frozenset()
     unready_s: Mapping[str, float] = field(default_factory=dict)
+    failed: frozenset[str] = frozenset()
     weight: Mapping[str, float] = field(default_factory=dict)
     draining: frozenset[str] = frozenset()
     drained: frozenset[str] = frozenset()
@@ -172,6 +173,8 @@ def judge(
         verdict = Condition.ENDED, "all its nodes have ended"
     elif damage := _damage(instance):
         verdict = Condition.FAILED, damage
+    elif instance.instance_id in signals.failed:
+        verdict = Condition.FAILED, "the serving side has given it up: a node, a rank or a step of it failed"
     elif instance.missing and old:
         verdict = Condition.FAILED, f"{len(instance.missing)} of its nodes never came"
     elif not instance.missing and any(node.interrupted for node in instance.nodes):

@@ -25,6 +25,7 @@ from coral_core.serving.table import InstanceSpec, Member
 
 _MOST_BYTES: Final = 1 << 16
 _LIMIT_S: Final = 10.0
+_MOST_REASON: Final = 2000
 T = TypeVar("T")
 
 
@@ -42,6 +43,7 @@ class _Weight(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Readiness(msgspec.Struct, forbid_unknown_fields=True):
     ready: bool
+    failed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,8 @@ def _weigh(gateway: Gateway, name: str, body: bytes) -> dict[str, object]:
 
 
 def _report(gateway: Gateway, name: str, body: bytes) -> dict[str, object]:
-    gateway.table.report(name, ready=_parsed(body, _Readiness).ready)
+    said = _parsed(body, _Readiness)
+    gateway.table.report(name, ready=said.ready, failed=said.failed[:_MOST_REASON])
     return {}
 
 
@@ -142,6 +145,8 @@ def _row(one: Member) -> dict[str, object]:
         "region": one.spec.region,
         "weight": one.weight,
         "ready": one.ready,
+        "answers": one.answers,
+        "failed": one.failed,
         "draining": one.draining,
         "in_flight": one.in_flight,
     }

@@ -75,7 +75,7 @@ class InstanceSpec:
 class Member:
     """An instance at work. `reported`: what its agent last said, if any; `closed_until_s`: set aside after failures.
 
-    `on_gone` is called when it stops answering: streams from it may never end by themselves.
+    `failed`: why it was given up for good, if it was. `on_gone` is called when it stops answering: streams from it may never end by themselves.
     """
 
     spec: InstanceSpec
@@ -83,6 +83,7 @@ class Member:
     draining: bool = False
     answers: bool = False
     reported: bool | None = None
+    failed: str = ""
     in_flight: int = 0
     failures: int = 0
     silent_probes: int = 0
@@ -185,13 +186,20 @@ class RoutingTable:
         self._reopen(self._of[name])
         return member.in_flight == 0
 
-    def report(self, name: str, *, ready: bool) -> None:
-        """What the instance's agent says of it; `False` holds until it says `True`. Raises ServingError if not known."""
+    def report(self, name: str, *, ready: bool, failed: str = "") -> None:
+        """What the instance's agents say of it; `False` holds until they say `True`. `failed`: why it is given up for good.
+
+        Raises ServingError if not known, InputError for one that is ready and failed.
+        """
+        if ready and failed:
+            raise InputError("is ready and failed at once", where=f"{name}.readiness")
         member = self.find(name)
         if member is None:
             raise ServingError(f"instance {name!r} is not known", fix="register it first, with its address")
-        member.reported = ready
+        member.reported, member.failed = ready, failed
         self._reopen(self._of[name])
+        for call in tuple(member.on_gone) if failed else ():
+            call()
 
     def probed(self, member: Member, *, answers: bool | None, now_s: float) -> None:
         """The outcome of asking the engine; None: no answer in time, which a busy one may miss once or twice.

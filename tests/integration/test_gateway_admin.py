@@ -76,6 +76,31 @@ def test_an_instance_drains_while_a_stream_ends_in_peace():
     asyncio.run(go())
 
 
+def test_one_that_is_given_up_gets_nothing_and_its_streams_do_not_hang():
+    async def go():
+        async with gateway_case(TWO, gone_stall_s=0.2) as case:
+            engine = GatewayEngine(url=case.admin_url, token=TOKEN)
+            for one in case.engines.values():
+                one.tell(Way.STALLS, after=2)
+            running = asyncio.create_task(case.events(chat()))
+            await until(lambda: any(one.running for one in case.engines.values()))
+            failed = next(name for name, one in case.engines.items() if one.running)
+            await asyncio.sleep(0.1)  # its first tokens have come
+            said = {"ready": False, "failed": "node 1: its rank is dead"}
+            assert (await case.admin("PUT", f"/instances/{failed}/readiness", said))[0] == 200
+            assert "error" in (await asyncio.wait_for(running, 4))[-1]
+            assert await asyncio.to_thread(engine.ready, instance(failed)) is Readiness.FAILED
+            rows = (await case.admin("GET", "/instances"))[1]["instances"]
+            row = next(row for row in rows if row["name"] == failed)
+            assert (row["failed"], row["answers"], row["ready"]) == ("node 1: its rank is dead", True, False)
+            wrong = {"ready": True, "failed": "both"}
+            assert (await case.admin("PUT", f"/instances/{failed}/readiness", wrong))[0] == 400
+            await case.admin("PUT", f"/instances/{failed}/readiness", {"ready": True})
+            assert await asyncio.to_thread(engine.ready, instance(failed)) is Readiness.READY
+
+    asyncio.run(go())
+
+
 @pytest.mark.servers
 def test_instances_come_and_go_without_a_lost_request():
     async def go():

@@ -16,6 +16,7 @@ from coral_core.errors import ProvisionError
 from tests.fakes.fleet_cases import (
     ONE,
     POLICY,
+    START,
     THREE,
     TWO,
     World,
@@ -135,6 +136,23 @@ def test_quota_is_tried_again_once_what_ends_has_ended(world):
     report = world.apply(plan(wanted(ONE, 2)), scarce)
     assert report.status is ApplyStatus.CONVERGED
     assert report.failures == ()
+
+
+def test_what_the_serving_side_gives_up_is_stopped_whole_and_replaced_at_once(world):
+    goal = plan(wanted(TWO, 2))
+    world.apply(goal, limits())
+    failed, kept = {machine.order.tags.instance_id for machine in world.cloud.held()}
+    world.engine.condemned.add(failed)
+    world.events.clear()
+    begun_s = world.clock.monotonic_s()
+    assert world.apply(goal, limits()).status is ApplyStatus.CONVERGED
+    assert world.fleet() == counts(goal)
+    assert failed not in {m.order.tags.instance_id for m in world.cloud.held(also_ending=False)}
+    assert kept in {m.order.tags.instance_id for m in world.cloud.held(also_ending=False)}
+    first = [event for event in world.events if event.instance_id == failed]
+    assert [event.action for event in first[:2]] == [Action.WEIGHT, Action.STOP]
+    assert (first[1].at - START).total_seconds() - begun_s < 1.0
+    assert "the serving side has given it up" in first[1].outcome
 
 
 @pytest.mark.parametrize("trouble", [Trouble.THROTTLED, Trouble.LOST, Trouble.UNAVAILABLE])

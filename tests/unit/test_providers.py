@@ -6,12 +6,14 @@ import sys
 
 import pytest
 
+from coral_core.cloud.assumed_engine import AssumedEngine
 from coral_core.cloud.aws_provisioner import AwsProvisioner
 from coral_core.cloud.provisioner import CloudBusyError
 from coral_core.cloud.rehearsal import RehearsalCloud
-from coral_core.config.settings import Settings
+from coral_core.config.settings import Settings, load_settings
 from coral_core.errors import InputError, ProvisionError
-from tasks.providers import open_provider, rehearsal_zones
+from tasks.gateway_engine import GatewayEngine
+from tasks.providers import open_provider, rehearsal_zones, serving_side
 
 
 def test_a_rehearsal_needs_no_settings_and_says_what_it_is(tmp_path):
@@ -68,3 +70,32 @@ def test_reads_are_patient_with_a_busy_cloud_and_not_for_ever(tmp_path, monkeypa
     answers = [CloudBusyError("busy")] * 4
     with pytest.raises(CloudBusyError):
         provider.patiently(read)
+
+
+def test_a_gateway_that_is_set_is_asked_and_said(tmp_path):
+    token = tmp_path / "token"
+    token.write_text("a-token-of-at-least-32-characters-in-all\n", encoding="utf-8")
+    settings = Settings(provider="aws", gateway_admin_url="http://127.0.0.1:8001", gateway_token_file=token)
+    provider = open_provider(settings)
+    assert provider.engine == GatewayEngine(
+        url="http://127.0.0.1:8001", token="a-token-of-at-least-32-characters-in-all"
+    )
+    assert provider.notes == ("readiness, weights and draining: the gateway at http://127.0.0.1:8001",)
+    assert isinstance(open_provider(Settings(provider="aws")).engine, AssumedEngine)
+    assert isinstance(open_provider(settings, "fake").engine, AssumedEngine)  # nothing of a rehearsal can answer
+    for wrong, complaint in (
+        ({"gateway_admin_url": "http://127.0.0.1:8001"}, "set both"),
+        ({"gateway_token_file": token}, "set both"),
+        ({**settings.model_dump(), "gateway_token_file": tmp_path / "none"}, "cannot read the admin token"),
+    ):
+        with pytest.raises(InputError, match=complaint):
+            serving_side(Settings(**wrong))
+    token.write_text("short", encoding="utf-8")
+    with pytest.raises(InputError, match="holds no admin token"):
+        serving_side(settings)
+
+
+def test_the_address_of_the_gateway_is_one(monkeypatch):
+    monkeypatch.setenv("CORAL_GATEWAY_ADMIN_URL", "ftp://x")
+    with pytest.raises(InputError, match="CORAL_GATEWAY_ADMIN_URL"):
+        load_settings()

@@ -117,6 +117,15 @@ def test_dead_and_leaving_instances_are_seen(watched):
     assert EventKind.INSTANCE_DEAD in kinds(watched)
 
 
+def test_what_the_serving_side_gives_up_is_news_though_its_nodes_run(watched):
+    run(watched)
+    failed = watched.provider.provisioner.held()[0].order.tags.instance_id
+    watched.provider.engine.condemned.add(failed)
+    [named] = [found for found in what_holds(look(watched)[0], tolerance_frac=0.1) if found.subject == failed]
+    assert named.kind is EventKind.INSTANCE_DEAD
+    assert "the serving side has given it up" in named.detail
+
+
 def test_demand_is_measured_against_what_the_plan_holds(watched):
     run(watched)
     held = look(watched)[0].held["phi-4"]
