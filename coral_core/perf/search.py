@@ -17,6 +17,7 @@ refined around its best point.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from coral_core.domain.hardware import NodeConfig
 from coral_core.domain.models import ModelShape
 from coral_core.domain.workload import Lengths, Phase
+from coral_core.errors import DataGapError
 from coral_core.perf import memory, network
 from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.factors import Factors
@@ -50,6 +52,15 @@ class Layout:
 
     def __str__(self) -> str:
         return f"tp{self.tp} pp{self.pp} dp{self.dp}"
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """The layout that is written so; DataGapError for anything else."""
+        match = re.fullmatch(r"tp([1-9]\d*) pp([1-9]\d*) dp([1-9]\d*)", text)
+        if match is None:
+            raise DataGapError(f"layout {text!r} is not of the form 'tp2 pp1 dp4'")
+        tp, pp, dp = map(int, match.groups())
+        return cls(tp=tp, pp=pp, dp=dp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ rules of T^ (`perf.search`); its limits follow from that batch.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from coral_core.domain.capacity import BudgetTable, CapacityTable
 from coral_core.domain.hardware import NodeConfig
 from coral_core.domain.templates import ServingTemplate, Stage
 from coral_core.domain.workload import Phase
-from coral_core.errors import DataGapError, InputError, NoSolutionError
+from coral_core.errors import InputError, NoSolutionError
 from coral_core.perf.network import activation_bytes_per_token
 from coral_core.perf.search import PREFILL_KV_BATCHES, Layout
 from coral_core.sim.inputs import NodeTiming, SimInstance, SimNode, SimStage
@@ -140,15 +139,6 @@ def _slowest_s(served: Served, nodes: Sequence[SimNode], tokens: float) -> float
     return max(node.timing.depth * node.timing.iteration_s(tokens=tokens, rows=1.0, pairs=pairs) for node in nodes)
 
 
-def parsed_layout(text: str) -> Layout:
-    """`tp2 pp1 dp4`, as capacity tables write it."""
-    match = re.fullmatch(r"tp(\d+) pp(\d+) dp(\d+)", text)
-    if match is None:
-        raise DataGapError(f"layout {text!r} is not of the form 'tp2 pp1 dp4'")
-    tp, pp, dp = map(int, match.groups())
-    return Layout(tp=tp, pp=pp, dp=dp)
-
-
 def _engine(
     served: Served,
     table: CapacityTable,
@@ -188,7 +178,7 @@ def _capacity(table: CapacityTable, stage: Stage, column: int, stages: int, wher
     chosen = int(source.layout[row, column, stage.layers - 1])
     if chosen < 0:
         raise InputError("the configuration has no capacity there", where=where)
-    return float(source.throughput[row, column, stage.layers - 1]), parsed_layout(source.layouts[chosen])
+    return float(source.throughput[row, column, stage.layers - 1]), Layout.parse(source.layouts[chosen])
 
 
 def _largest_batch(

@@ -20,7 +20,7 @@ from coral_core.perf.capacity import capacity_table
 from coral_core.perf.factors import load_factors
 from coral_core.perf.roofline import attended_tokens_per_prompt_token, layer_time, mean_context_tokens, step_of
 from coral_core.perf.search import Layout
-from coral_core.sim.fleet import parsed_layout, sim_instance
+from coral_core.sim.fleet import sim_instance
 from coral_core.sim.inputs import SimRequests
 from coral_core.sim.run import simulate
 from coral_core.sim.timing import Served, kv_blocks, node_timing, sim_model
@@ -149,10 +149,10 @@ def test_an_instance_has_the_templates_shape_and_keeps_its_slo(phase):
         what, phase, Stage(layers=12, nodes=("2xL40S",)), Stage(layers=28, nodes=("1xA100", "1xA100"))
     )
     one = sim_instance("i", template, table, what, CONFIGS, region="r", boot_s=3.0, ready_at_start=False)
-    layout = parsed_layout(table.layouts[table.layout[1, 0, 11]])
+    layout = Layout.parse(table.layouts[table.layout[1, 0, 11]])
     assert [part.layers for part in one.stages] == [12, 28]
     assert len(one.stages[0].nodes) == layout.dp
-    assert len(one.stages[1].nodes) == 2 * parsed_layout(table.layouts[table.layout[1, 1, 27]]).dp
+    assert len(one.stages[1].nodes) == 2 * Layout.parse(table.layouts[table.layout[1, 1, 27]]).dp
     assert sum(n.weight for n in one.stages[0].nodes) == pytest.approx(table.throughput[1, 0, 11])
     per_request = {Phase.PREFILL: 1155.0, Phase.DECODE: 211.0, Phase.AGGREGATED: 1.0}[phase]
     assert one.weight == pytest.approx(1000.0 / per_request)
@@ -213,7 +213,7 @@ def test_what_cannot_be_simulated_is_said():
     with pytest.raises(InputError, match="40 layers on 1xL4: the configuration has no capacity there"):
         sim_instance("i", template_of(what, Phase.DECODE, Stage(layers=40, nodes=("1xL4",))), table, what, CONFIGS)
     with pytest.raises(DataGapError, match="tp2xpp1"):
-        parsed_layout("tp2xpp1")
+        Layout.parse("tp2xpp1")
     # A table made when the workspace was smaller.
     cramped = replace(what, assumptions=CapacityAssumptions(workspace_bytes=48e9))
     with pytest.raises(NoSolutionError, match="leave no KV"):
