@@ -1,6 +1,7 @@
 """GPU facts, node configurations and their prices, from the tables under `data/`.
 
-`aws-real` is as sold; the `paper-*` catalogues are made in `coral_core.catalog.paper`.
+`aws-real` is as sold; the `paper-*` catalogues are made in `coral_core.catalog.paper`; `local` is this machine, its
+devices are no GPUs and in no other catalogue.
 """
 
 from __future__ import annotations
@@ -37,10 +38,15 @@ AWS_NOTE: Final = (
     "p5e.48xlarge has no public price, hence none here."
 )
 
+LOCAL_NOTE: Final = (
+    "This machine: nodes are processes that share its cores. Speeds are estimates for the tiny models only, and prices "
+    "are nominal."
+)
+
 
 def catalog_names() -> tuple[str, ...]:
     """The names that `load_catalog` knows."""
-    return ("paper-core", "paper-extended", "aws-real")
+    return ("paper-core", "paper-extended", "aws-real", "local")
 
 
 def load_gpus() -> dict[str, Gpu]:
@@ -114,6 +120,10 @@ def _gpus() -> dict[str, Gpu]:
 
 @cache
 def _catalog(name: str) -> Catalog:
+    if name == "local":
+        configs = read_configs(package_table("local_configs.csv"), read_gpus(package_table("local_devices.csv")))
+        prices = read_prices(package_table("local_prices.csv"), configs)
+        return Catalog(name=name, configs=configs, prices=prices, note=LOCAL_NOTE)
     aws_configs = read_configs(package_table("aws_configs.csv"), _gpus())
     aws_prices = read_prices(package_table("aws_prices.csv"), aws_configs)
     if name == "aws-real":

@@ -31,12 +31,12 @@ def list_models(*, as_json: AsJson = False) -> None:
         rows.append(
             (
                 shape.name,
-                f"{facts['total_params'] / 1e9:.1f}",
-                f"{facts['active_params'] / 1e9:.1f}",
+                _billions(facts["total_params"]),
+                _billions(facts["active_params"]),
                 shape.layers,
                 _attention_text(shape).replace(", window", "\nwindow"),
                 f"{shape.moe.top_k}/{shape.moe.experts}" if shape.moe else "-",
-                facts["weight_bytes"] / 1e9,
+                round(facts["weight_bytes"] / 1e9, 3),
                 ", ".join(f"{name}*" if name == shape.default_variant else name for name in shape.variants),
             )
         )
@@ -102,6 +102,10 @@ def _attention_text(shape: ModelShape) -> str:
     if shape.sliding_window:
         kind += f", window {shape.sliding_window.window_tokens} in {shape.sliding_window.layers}"
     return kind
+
+
+def _billions(params: float) -> str:
+    return f"{params / 1e9:.1f}" if params >= 1e8 else f"{params / 1e9:.1g}"
 
 
 def _model_json(shape: ModelShape) -> dict[str, Any]:

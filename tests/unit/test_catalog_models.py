@@ -15,6 +15,9 @@ from coral_core.errors import InputError
 
 PAPER_MODELS = {"phi-4", "gpt-oss-20b", "gpt-oss-120b", "qwen3-32b", "qwen3-235b", "llama-3-70b"}
 
+TINY_MODELS = {"tiny-chat", "tiny-split"}
+"""Made by the engine's script, hence in no reference."""
+
 
 @pytest.mark.parametrize("name", sorted(load_models()))
 def test_parameters_agree_with_what_the_makers_publish(name):
@@ -66,11 +69,18 @@ def test_gpt_oss_as_published_has_experts_in_mxfp4_and_all_else_in_16_bits():
 
 
 def test_quantised_variants_are_smaller_and_16_bit_ones_exact():
-    for shape in load_models().values():
+    for shape in (shape for name, shape in load_models().items() if name not in TINY_MODELS):
         full = weight_bytes(shape, "bf16")
         assert full == 2 * total_params(shape)
         for name in set(shape.variants) - {"bf16", "fp16"}:
             assert 0.2 * full < weight_bytes(shape, name) < 0.62 * full
+
+
+def test_tiny_models_are_in_32_bits_only():
+    for name in TINY_MODELS:
+        shape = load_models()[name]
+        assert tuple(shape.variants) == ("fp32",)
+        assert weight_bytes(shape, "fp32") == 4 * total_params(shape)
 
 
 def test_a_wrong_name_gets_near_misses():
@@ -156,7 +166,7 @@ REFERENCE_NAMES = {
 
 
 def test_dimensions_agree_with_the_reference(reference_data):
-    assert set(REFERENCE_NAMES.values()) == set(load_models())
+    assert set(REFERENCE_NAMES.values()) == set(load_models()) - TINY_MODELS
     columns = {
         "hidden": "hidden",
         "layers": "layers",
@@ -177,3 +187,19 @@ def test_dimensions_agree_with_the_reference(reference_data):
         # The reference states the 3.1 release's context for Llama 3 70B; ours is that of the first release.
         if name != "llama-3-70b":
             assert shape.max_context_tokens == int(row["max_positions"]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("tiny-chat", {}), ("tiny-split", {"hidden": 192, "heads": 6, "ffn": 384})]
+)
+def test_tiny_models_have_the_shape_that_their_script_writes(name, changes):
+    from coral_core.engine.plugin.tiny_model import TinyModel
+
+    written, shape = TinyModel(**changes), load_models()[name]
+    assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads) == (
+        written.layers, written.hidden, written.heads, written.kv_heads,
+    )  # fmt: skip
+    assert (shape.head_dim, shape.intermediate, shape.vocab) == (written.head_dim, written.ffn, written.vocab)
+    assert shape.max_context_tokens == written.context
+    counted = sum(rows * columns for _, (rows, columns) in written.matrices()) + sum(n for _, n in written.norms())
+    assert shape.published_params == counted
