@@ -90,7 +90,7 @@ def shape_of(values: dict[str, object], **changes: object):
 
 
 def test_every_package_model_is_covered():
-    assert set(PUBLISHED) == set(load_models())
+    assert set(PUBLISHED) == {name for name in load_models() if not name.startswith("tiny-")}
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
