@@ -94,9 +94,9 @@ FleetName = Annotated[
     ),
 ]
 ProviderChoice = Annotated[
-    Literal["", "fake", "aws", "gcp"],
+    Literal["", "fake", "local", "aws", "gcp"],
     Field(
-        description="Where nodes are rented; `fake` rehearses in a folder. Empty: the fleet's, or the setting CORAL_PROVIDER."
+        description="Where nodes are rented; `fake` rehearses in a folder, `local` is this machine. Empty: the fleet's, or the setting CORAL_PROVIDER."
     ),
 ]
 

@@ -32,6 +32,7 @@ from coral_core.domain.fleet import Offer
 from coral_core.domain.hardware import split_market
 from coral_core.errors import InputError
 from tasks.gateway_engine import GatewayEngine
+from tasks.local_nodes import LOCAL_ZONES, local_provisioner
 from tasks.plan import scenario_templates
 
 Answer = TypeVar("Answer")
@@ -72,7 +73,7 @@ class Provider:
 def open_provider(settings: Settings, name: ProviderName | None = None) -> Provider:
     """The provider of this name (default: the settings'). Raises InputError for settings that it lacks."""
     chosen = name or settings.provider
-    return {"fake": _fake, "aws": _aws, "gcp": _gcp}[chosen](settings)
+    return {"fake": _fake, "local": _local, "aws": _aws, "gcp": _gcp}[chosen](settings)
 
 
 def _fake(settings: Settings) -> Provider:
@@ -87,6 +88,21 @@ def _fake(settings: Settings) -> Provider:
         settle_s=0.0,
         supply=lambda resolved, snapshot: stated_supply(resolved, snapshot, zones, clock),
         notes=("a rehearsal: nothing was rented, and prices and supply are the scenario's", ASSUMED_NOTE),
+    )
+
+
+def _local(settings: Settings) -> Provider:
+    clock = SystemClock()
+    engine, notes = serving_side(settings)
+    return Provider(
+        name="local",
+        provisioner=local_provisioner(settings, clock),
+        engine=engine,
+        clock=clock,
+        sleep=time.sleep,
+        settle_s=0.0,
+        supply=lambda resolved, snapshot: stated_supply(resolved, snapshot, LOCAL_ZONES, clock),
+        notes=("nodes are processes of this machine; prices and supply are the scenario's", *notes),
     )
 
 

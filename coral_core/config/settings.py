@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from coral_core.errors import InputError
 
-ProviderName = Literal["fake", "aws", "gcp"]
+ProviderName = Literal["fake", "local", "aws", "gcp"]
 
 
 class Settings(BaseSettings):
@@ -30,6 +30,17 @@ class Settings(BaseSettings):
         default=Path(".venv-engine/bin/python"),
         description="interpreter that has vLLM; `make engine-cpu` makes the default",
     )
+    local: Path = Field(default=Path(".coral/local"), description="folder of the provider `local`, this machine")
+    local_coordinator: str = Field(
+        default="",
+        pattern=r"^(tcp://[A-Za-z0-9.:\[\]-]+)?$",
+        description="tcp://HOST:PORT that local nodes register at",
+    )
+    local_agent_keys: Path | None = Field(default=None, description="keys file of the agents of local nodes")
+    local_nodes_per_cpu: int = Field(default=4, ge=1, le=64, description="nodes that may share one CPU")
+    local_memory_gib: float | None = Field(default=None, gt=0, le=1e6, description="for all local nodes; default: 80%")
+    local_first_port: int = Field(default=20000, ge=1024, le=65535, description="first port of local nodes")
+    local_ports: int = Field(default=1000, ge=16, le=60000, description="how many ports local nodes may use")
     max_nodes: int | None = Field(default=None, ge=0, description="nodes that no run may go beyond")
     max_usd_per_h: float | None = Field(default=None, ge=0, allow_inf_nan=False, description="the same for the cost")
     aws_launch_template: str = Field(default="coral-node", description="name of the launch template in every region")

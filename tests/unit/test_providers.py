@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
-from coral_core.cloud.assumed_engine import AssumedEngine
+from coral_core.cloud.assumed_engine import ASSUMED_NOTE, AssumedEngine
 from coral_core.cloud.aws_provisioner import AwsProvisioner
-from coral_core.cloud.provisioner import CloudBusyError
+from coral_core.cloud.local import LocalProvisioner
+from coral_core.cloud.local_records import read_record
+from coral_core.cloud.provisioner import CloudBusyError, NodeOrder
 from coral_core.cloud.rehearsal import RehearsalCloud
+from coral_core.config.agent import load_agent_file
 from coral_core.config.settings import Settings, load_settings
+from coral_core.domain.fleet import FleetId, NodeTags
+from coral_core.domain.hardware import Market
+from coral_core.domain.workload import Phase
 from coral_core.errors import InputError, ProvisionError
 from tasks.gateway_engine import GatewayEngine
+from tasks.local_nodes import agent_document, local_machine
 from tasks.providers import open_provider, rehearsal_zones, serving_side
+from tests.fakes.local_nodes import LocalNodes
+
+TAGS = NodeTags(
+    instance_id="a-1", template_id="a", model="tiny", phase=Phase.AGGREGATED,
+    config="one", stage=0, node=0, nodes=1, epoch=1,
+)  # fmt: skip
 
 
 def test_a_rehearsal_needs_no_settings_and_says_what_it_is(tmp_path):
@@ -24,6 +39,44 @@ def test_a_rehearsal_needs_no_settings_and_says_what_it_is(tmp_path):
     zones = rehearsal_zones()
     assert {"us-east-1", "us-east-2", "us-west-2"} <= zones.keys()
     assert all(len(set(names)) == 2 for names in zones.values())
+
+
+def test_local_nodes_take_their_share_of_the_machine_and_their_agents_its_terms(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    interpreter = tmp_path / "python"
+    interpreter.symlink_to(sys.executable)
+    settings = Settings(
+        provider="local",
+        local=tmp_path / "l",
+        local_coordinator="tcp://127.0.0.1:7700",
+        local_agent_keys=Path("agent.keys"),
+        local_memory_gib=4.0,
+        local_first_port=22000,
+        local_ports=64,
+        engine_python=interpreter,
+    )
+    provider = open_provider(settings)
+    assert isinstance(provider.provisioner, LocalProvisioner)
+    assert provider.notes[-1] == ASSUMED_NOTE
+    assert provider.settle_s == 0.0
+    found = local_machine(settings)
+    assert (found.memory_bytes, found.first_port, found.last_port) == (4 * 2**30, 22000, 22063)
+    assert {name: size.cpus for name, size in found.sizes.items()} == {"local-large": 1, "local-small": 1}
+    assert 0 < local_machine(Settings()).memory_bytes < 2**46
+
+    with LocalNodes(tmp_path) as nodes:
+        order = NodeOrder(region="here", zone="here-a", market=Market.ON_DEMAND, tags=TAGS)
+        started = nodes.start(FleetId(name="demo", account=nodes.account()), order)
+        record = read_record(nodes.folder / "nodes" / started.node.node_id)
+    path = tmp_path / "agent.yaml"
+    path.write_text(json.dumps(agent_document(settings, record)))
+    spec = load_agent_file(path)
+    assert spec.keys_file == tmp_path / "agent.keys"
+    assert spec.engine_python == interpreter, "not what the link leads to: that has no vLLM"
+    assert (spec.node.node_id, spec.first_port, spec.cpus) == (record.node_id, record.first_port, record.cpus)
+    assert spec.node.tags == {name: value for name, value in record.tags.items() if name != "Name"}
+    with pytest.raises(InputError, match="CORAL_LOCAL_COORDINATOR"):
+        agent_document(Settings(), record)
 
 
 def test_aws_takes_its_settings_and_asks_nobody_yet():
