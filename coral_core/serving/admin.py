@@ -146,6 +146,8 @@ def _row(one: Member) -> dict[str, object]:
         "weight": one.weight,
         "ready": one.ready,
         "answers": one.answers,
+        "silent_probes": one.silent_probes,
+        "reported": one.reported,
         "failed": one.failed,
         "draining": one.draining,
         "in_flight": one.in_flight,

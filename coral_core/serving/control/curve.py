@@ -1,0 +1,132 @@
+"""CURVE keys in files: a coordinator's pair, agents' pairs with the coordinator's public key, and who is let in.
+
+Private files are JSON, mode 0600; one that others may read is refused. The list of who is let in has a line
+`NAME PUBLIC-KEY` per key, and may change while a coordinator runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from coral_core.errors import InputError
+
+KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyPair:
+    """A CURVE pair in Z85. `server`: the coordinator's public key, in an agent's file only."""
+
+    public: str
+    secret: str = field(repr=False)
+    server: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("public", "secret", *(("server",) if self.server else ())):
+            if not KEY.fullmatch(getattr(self, name)):
+                raise InputError("is no CURVE key (40 characters)", where=name)
+
+
+def write_private(path: Path, pair: KeyPair) -> None:
+    """A new private file, mode 0600 from its first byte on. Raises InputError where there is one already."""
+    document = {"public": pair.public, "secret": pair.secret} | ({"server": pair.server} if pair.server else {})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise InputError("is there already", where=str(path), fix="move it away first, or give another name") from None
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from None
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(json.dumps(document, indent=1) + "\n")
+
+
+def read_private(path: Path) -> KeyPair:
+    """The pair in a private file. Raises InputError for one that others may read, or that holds none."""
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the keys: {error}", where=str(path), fix="coral keys new makes them") from None
+    if mode & _OTHERS:
+        raise InputError("others may read this private file", where=str(path), fix=f"chmod 600 {path}")
+    try:
+        return KeyPair(**json.loads(text))
+    except InputError as error:
+        raise error.at(str(path)) from None
+    except (ValueError, TypeError) as error:
+        raise InputError(f"is no file of keys: {error}", where=str(path), fix="coral keys new makes them") from None
+
+
+def read_allowed(path: Path) -> dict[str, str]:
+    """Public key -> name of all that are let in. Raises InputError with the line of what is wrong."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"cannot read who is let in: {error}", where=str(path), fix="coral keys new agent makes the list"
+        ) from None
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith("# "):
+            continue
+        name, _, key = line.strip().partition(" ")
+        if not NAME.fullmatch(name) or not KEY.fullmatch(key.strip()):
+            raise InputError("is no line `NAME PUBLIC-KEY`", where=f"{path}:{number}")
+        if name in found.values() or key.strip() in found:
+            raise InputError(f"{name} or its key is there twice", where=f"{path}:{number}")
+        found[key.strip()] = name
+    return found
+
+
+def write_allowed(path: Path, allowed: dict[str, str]) -> None:
+    """The list whole: a coordinator that reads it meanwhile sees the old or the new one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [f"{name} {key}\n" for key, name in allowed.items()]
+        partial.write_text("".join(["# name and public key of the agents that are let in\n", *lines]), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from None
+
+
+class AllowedKeys:
+    """Who is let in, read anew when the file has changed. A file that has become wrong leaves the last right list in force.
+
+    `trouble` says what is wrong with it then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises InputError where the file is wrong from the start."""
+        self.trouble = ""
+        self._path = path
+        self._seen = _stamp(path)
+        self._allowed = read_allowed(path)
+
+    def name_of(self, public: str) -> str | None:
+        """The name under which a key is let in; None: it is not."""
+        stamp = _stamp(self._path)
+        if stamp != self._seen:
+            self._seen = stamp
+            try:
+                self._allowed, self.trouble = read_allowed(self._path), ""
+            except InputError as error:
+                self.trouble = str(error)
+        return self._allowed.get(public)
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_ino, found.st_mtime_ns, found.st_size)

@@ -1,0 +1,76 @@
+"""What the gateway lacks of what a coordinator holds: the calls that put it right, weights and draining included. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+from coral_core.domain.workload import Phase
+from coral_core.errors import ServingError
+from coral_core.serving.control.held import GatewayCall, GatewayRow, Held, Stage
+
+
+def gateway_calls(held: Iterable[Held], rows: Mapping[str, GatewayRow]) -> list[GatewayCall]:
+    """Calls in order. Instances that the gateway has from elsewhere are left alone.
+
+    An instance is made known once it is ready, with weight 0, which a reallocation then sets; one that the gateway has lost
+    gets back the weight and the draining that it was last seen to have. One that is over is said to have failed, so that
+    it is replaced, and gets no request.
+    """
+    return [call for one in held for call in _calls_of(one, rows.get(one.instance_id))]
+
+
+def rows_of(document: Any) -> list[GatewayRow]:  # noqa: ANN401 - JSON
+    """The gateway's answer to GET /instances. Raises ServingError where it is none."""
+    try:
+        return [
+            GatewayRow(
+                name=str(row["name"]),
+                model=str(row["model"]),
+                phase=Phase(row["phase"]),
+                url=str(row["url"]),
+                region=str(row["region"]),
+                weight=float(row["weight"]),
+                draining=bool(row["draining"]),
+                answers=bool(row["answers"]) and not row["silent_probes"],
+                reported=None if row["reported"] is None else bool(row["reported"]),
+                failed=str(row["failed"]),
+                in_flight=int(row["in_flight"]),
+            )
+            for row in document["instances"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServingError(f"the gateway's list of instances cannot be read: {error!r}") from None
+
+
+def _calls_of(one: Held, row: GatewayRow | None) -> list[GatewayCall]:
+    over, serves = one.stage.over, one.stage in {Stage.READY, Stage.LEAVING}
+    if not over and not serves:
+        return []
+    path = f"/instances/{quote(one.instance_id, safe='')}"
+    calls: list[GatewayCall] = []
+    known = row is not None and (row.model, row.phase, row.region) == (one.model, one.phase, one.region)
+    if row is None or not known or (row.url != one.address and not over):
+        if not one.address:
+            return []
+        body = {
+            "model": one.model,
+            "phase": one.phase.value,
+            "url": one.address,
+            "region": one.region,
+            "weight": one.weight,
+        }
+        calls.append(GatewayCall(method="PUT", path=path, body=body))
+        row = None
+    drain = one.draining or one.stage is Stage.LEAVING
+    if drain and not over and (row is None or not row.draining):
+        calls.append(GatewayCall(method="POST", path=f"{path}/drain"))
+    reason = one.reason or one.stage.value
+    wrong = (
+        row is None or row.failed != reason if over else row is not None and bool(row.failed or row.reported is False)
+    )
+    if wrong:
+        said: dict[str, object] = {"ready": False, "failed": reason} if over else {"ready": True}
+        calls.append(GatewayCall(method="PUT", path=f"{path}/readiness", body=said))
+    return calls

@@ -1,0 +1,104 @@
+"""What a coordinator writes down: enough to go on after a restart, and what `coral coordinator status` shows."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from coral_core.domain.workload import Phase
+from coral_core.errors import ServingError
+from coral_core.serving.control.held import Held, Seat, Stage
+from coral_core.serving.control.messages import as_document
+
+STATE_FILE: Final = "state.json"
+FORMAT: Final = 1
+_KEPT: Final = ("template_id", "model", "nodes", "epoch", "region", "reason", "launch_id", "url", "weight", "draining")
+
+
+def state_document(
+    held: Iterable[Held], *, name: str, endpoint: str, now: datetime, now_s: float, counts: Mapping[str, object]
+) -> dict[str, object]:
+    """All that is held, as JSON; `counts` says what was refused and dropped, and how the gateway is."""
+    return {
+        "format": FORMAT,
+        "coordinator": name,
+        "endpoint": endpoint,
+        "pid": os.getpid(),
+        "at": now.isoformat(),
+        **counts,
+        "instances": [_instance(one, now_s) for one in sorted(held, key=lambda one: one.instance_id)],
+    }
+
+
+def write_state(folder: Path, document: Mapping[str, object]) -> None:
+    """The file whole. Raises ServingError where it cannot be written."""
+    partial = folder / f".{STATE_FILE}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        partial.replace(folder / STATE_FILE)
+    except OSError as error:
+        raise ServingError(f"cannot write down the state: {error}", where=str(folder)) from None
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What was written down last. Raises ServingError where nothing was, or it is damaged."""
+    path = folder / STATE_FILE
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ServingError(
+            "no coordinator has run here", where=str(path), fix="coral coordinator run --config FILE starts one"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ServingError(f"cannot be read: {error}", where=str(path)) from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ServingError("is no state of this version", where=str(path))
+    return document
+
+
+def restored(document: Mapping[str, Any], now_s: float) -> list[Held]:
+    """What was held, without its agents: they come by themselves. Raises ServingError for a damaged document."""
+    try:
+        return [
+            Held(
+                instance_id=row["instance"],
+                phase=Phase(row["phase"]),
+                stage=Stage(row["stage"]),
+                first_s=now_s,
+                since_s=now_s,
+                **{name: row[name] for name in _KEPT},
+            )
+            for row in document["instances"]
+            if row["stage"] != Stage.GATHERING
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServingError(f"the state that was written down is damaged: {error!r}") from None
+
+
+def _instance(one: Held, now_s: float) -> dict[str, object]:
+    return {
+        "instance": one.instance_id,
+        "phase": one.phase.value,
+        "stage": one.stage.value,
+        "since_s": round(now_s - one.since_s, 1),
+        **{name: getattr(one, name) for name in _KEPT},
+        "rejected": one.rejected,
+        "agents": [_agent(number, seat, now_s) for number, seat in sorted(one.seats.items())],
+    }
+
+
+def _agent(number: int, seat: Seat, now_s: float) -> dict[str, object]:
+    return {
+        "node": number,
+        "node_id": seat.hello.node_id,
+        "host": seat.hello.host,
+        "key": seat.key_name,
+        "heard_s_ago": round(now_s - seat.heard_s, 1),
+        "gone": seat.gone,
+        **as_document(seat.report),
+    }
