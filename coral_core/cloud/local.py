@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from coral_core.clock import Clock
-from coral_core.cloud.local_processes import Process, boot_id, leader, members, reap, see_process, send, spawn
+from coral_core.cloud.local_processes import Process, boot_id, end_all, leader, members, reap, see_process, send, spawn
 from coral_core.cloud.local_records import (
     AGENT_FILE,
     AGENT_LOG,
@@ -246,7 +246,7 @@ class LocalProvisioner:
         left = members(path)
         told_at = datetime.fromisoformat(read_document(path / STOPPED)["at"])
         if left and self._clock.now() - told_at >= self._end_grace:
-            _kill(path)
+            end_all(path)
             left = members(path)
         return NodeState.ENDING if left else NodeState.GONE
 
@@ -329,14 +329,6 @@ class LocalProvisioner:
 def _raise_unusable(error: Exception, folder: Path) -> NoReturn:
     where = str(getattr(error, "filename", None) or folder)
     raise ProvisionError(f"the local nodes cannot be kept: {error}", where=where, fix=_FIX) from error
-
-
-def _kill(path: Path) -> None:
-    """End all of a node's processes. Twice: one of them may have started another meanwhile."""
-    for _ in range(2):
-        for process in members(path):
-            send(process, signal.SIGKILL)
-        time.sleep(0.05)
 
 
 def _port_is_free(port: int) -> bool:

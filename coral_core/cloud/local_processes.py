@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Final
 
 MARK: Final = "CORAL_LOCAL_NODE"
 _PROC: Final = Path("/proc")
+_DEATH_S: Final = 0.05
+_ROUNDS: Final = 10
 _AFFINITY: Final = threading.Lock()
 
 
@@ -83,10 +86,10 @@ def spawn(
     return see_process(pid) or Process(pid=pid, start_ticks=0, parent=0, session=pid, state="X")
 
 
-def members(folder: Path) -> tuple[Process, ...]:
+def members(folder: Path, *, mark_name: str = MARK) -> tuple[Process, ...]:
     """All live processes of the node whose folder this is, this process left out."""
     everything = {process.pid: process for process in _all_processes() if process.pid != os.getpid()}
-    mark = f"{MARK}={folder}".encode()
+    mark = f"{mark_name}={folder}".encode()
     found = {pid for pid in everything if mark in _environment(pid)}
     while True:
         sessions = {everything[pid].session for pid in found}
@@ -115,6 +118,20 @@ def send(process: Process, number: signal.Signals) -> None:
                 signal.pidfd_send_signal(handle, number)
     finally:
         os.close(handle)
+
+
+def end_all(folder: Path, *, mark_name: str = MARK) -> int:
+    """Kill all processes of the node whose folder this is; how many there were. Again while one has started another."""
+    ended: set[tuple[int, int]] = set()
+    for _ in range(_ROUNDS):
+        left = members(folder, mark_name=mark_name)
+        if not left:
+            break
+        for process in left:
+            send(process, signal.SIGKILL)
+            ended.add((process.pid, process.start_ticks))
+        time.sleep(_DEATH_S)
+    return len(ended)
 
 
 def _all_processes() -> Iterator[Process]:
