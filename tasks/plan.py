@@ -15,6 +15,7 @@ from artifacts.library import LibrarySnapshot
 from artifacts.templates import row_to_template, template_columns
 from coral_core.allocation import explain_allocation, homo, homo_joint, solve_allocation, why_not
 from coral_core.allocation.baselines.cauchy import UnsupportedFamilyError, cauchy
+from coral_core.allocation.why_not import not_a_choice
 from coral_core.config.allocation_file import allocation_result_to_json
 from coral_core.config.resolve import ResolvedScenario, allocation_problem
 from coral_core.config.spot import with_spot_twins
@@ -29,8 +30,10 @@ from coral_core.domain.allocation import (
     Running,
 )
 from coral_core.domain.hardware import split_market
+from coral_core.domain.launch import Runtime
 from coral_core.domain.templates import ServingTemplate
 from coral_core.domain.workload import Phase
+from coral_core.engine.runnable import ModelFacts
 from coral_core.errors import DataGapError, InputError
 from coral_core.report.page import page_or_none
 from coral_core.report.plan_page import plan_html
@@ -45,6 +48,7 @@ from tasks.plan_documents import (
     plan_document,
     selections,
 )
+from tasks.runtimes import Scope, recorded_scope, runtimes_document, scope_of, state_runtimes
 
 BASELINES = {"homo": homo, "homo_joint": homo_joint, "cauchy": cauchy}
 
@@ -73,23 +77,39 @@ def make_plan(
     now: datetime,
     running: Sequence[Running] = (),
     adjust: Callable[[AllocationProblem], AllocationProblem] | None = None,
+    runtimes: Sequence[Runtime] | None = None,
     notes: Sequence[str] = (),
     inputs: Mapping[str, Any] | None = None,
 ) -> PlanOutcome:
     """The cheapest plan of a scenario from a library snapshot, verified, beside the baselines.
 
-    `adjust` puts what was observed into the scenario's problem; `notes` and `inputs` go into the plan and its decision.
-    Raises DataGapError where the snapshot lacks a model, variant, phase or SLO of the scenario.
+    `adjust` puts what was observed into the scenario's problem; `notes` and `inputs` go into the plan and its decision. Only
+    templates that one of `runtimes` can run are used (default: the scenario's; where it names none, all), and what that costs
+    is stated. Raises DataGapError where the snapshot lacks a model, variant, phase or SLO of the scenario.
     """
     rows = scenario_templates(resolved, snapshot)
-    columns = template_columns(rows, [config.name for config in resolved.configs])
-    problem = allocation_problem(resolved, columns, running)
-    if adjust is not None:
-        problem = adjust(problem)
+    facts = {model.shape.name: ModelFacts.of(model.shape) for model in resolved.models}
+    scope = scope_of(rows, facts, resolved.scenario.runtimes if runtimes is None else runtimes)
+
+    def problem_of(usable: pa.Table) -> AllocationProblem:
+        columns = template_columns(usable, [config.name for config in resolved.configs])
+        asked = allocation_problem(resolved, columns, running)
+        return asked if adjust is None else adjust(asked)
+
+    problem = problem_of(scope.usable)
     result = solve_allocation(problem)
+    beside = runtimes_document(
+        scope,
+        result,
+        lambda usable: solve_allocation(problem_of(usable)),
+        weights=[row.weight for row in problem.demand],
+    )
     baselines, left_out = _baselines(problem)
     templates = templates_by_id(rows, chosen_templates([result, *baselines.values()]))
-    plan = plan_document(resolved, problem, result, templates, snapshot, fleet=fleet, now=now)
+    plan = plan_document(
+        resolved, problem, result, templates, snapshot, fleet=fleet, now=now, unrunnable=scope.left_out
+    )
+    state_runtimes(plan, scope, beside)
     plan["notes"] = [*plan["notes"], *notes]
     decision = {
         **input_record(resolved, snapshot, problem),
@@ -98,6 +118,7 @@ def make_plan(
         "baselines": {name: allocation_result_to_json(baseline) for name, baseline in baselines.items()},
         "baselines_left_out": left_out,
         "explanation": explanation_document(explain_allocation(problem, result)),
+        "runtimes": beside,
         **(inputs or {}),
     }
     return PlanOutcome(
@@ -215,7 +236,7 @@ def recorded_problem(decision: Mapping[str, Any], snapshot: LibrarySnapshot) -> 
         )
     spot = decision.get("spot_configs", ())  # absent in plans of schema 1, as are the families below
     own = [name for name in decision["configs"] if name not in spot]
-    columns = template_columns(selected_templates(decision["templates"], snapshot), own)
+    columns = template_columns(_recorded_scope(decision, snapshot).usable, own)
     prices = [[np.nan if price is None else price for price in row] for row in decision["price_usd_per_h"]]
     return AllocationProblem(
         regions=tuple(decision["regions"]),
@@ -239,8 +260,18 @@ def _demand_row(row: Mapping[str, Any]) -> DemandRow:
     return DemandRow(**{**row, "phase": Phase(row["phase"]), "region_fracs": regions})
 
 
+def _recorded_scope(decision: Mapping[str, Any], snapshot: LibrarySnapshot) -> Scope:
+    return recorded_scope(selected_templates(decision["templates"], snapshot), decision.get("runtimes"))
+
+
 def explain_template(decision: Mapping[str, Any], snapshot: LibrarySnapshot, template: str) -> dict[str, Any]:
-    """Why a template is, or is not, in a recorded plan. Raises InputError for a template the library lacks."""
+    """Why a template is, or is not, in a recorded plan. Raises InputError for a template the library lacks.
+
+    One that none of the plan's runtimes can run was not among its choices: the answer then has no figures of the plan.
+    """
     problem = recorded_problem(decision, snapshot)
+    against = _recorded_scope(decision, snapshot).against(split_market(template)[0])
+    if against:
+        return {**asdict(not_a_choice(template)), "reasons": [f"not runnable because {text}" for text in against]}
     answer = asdict(why_not(problem, solve_allocation(problem), template))
     return {**answer, "reasons": list(answer["reasons"])}

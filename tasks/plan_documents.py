@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date, datetime, timedelta
 from typing import Any, Final
@@ -39,8 +39,12 @@ def plan_document(
     *,
     fleet: str,
     now: datetime,
+    unrunnable: Collection[tuple[str, Phase]] = (),
 ) -> dict[str, Any]:
-    """What to rent, what it costs and covers, what changes against what runs, and notes. All figures are predicted."""
+    """What to rent, what it costs and covers, what changes against what runs, and notes. All figures are predicted.
+
+    `unrunnable`: models and phases whose every template is left out because the plan's runtimes cannot run it.
+    """
     answer = allocation_result_to_json(result)
     return {
         "schema_version": PLAN_SCHEMA_VERSION,
@@ -54,7 +58,9 @@ def plan_document(
         "demand": [_demand(row) for row in problem.demand],
         "coverage": [_coverage(row, problem, result) for row in problem.demand],
         "changes": _changes(problem, result),
-        "notes": _failed_shards(snapshot) + _notes(resolved, problem, result, now) + _pipelines(result, templates),
+        "notes": _failed_shards(snapshot)
+        + _notes(resolved, problem, result, now, unrunnable)
+        + _pipelines(result, templates),
     }
 
 
@@ -230,10 +236,17 @@ def _failed_shards(snapshot: LibrarySnapshot) -> list[str]:
 
 
 def _notes(
-    resolved: ResolvedScenario, problem: AllocationProblem, result: AllocationResult, now: datetime
+    resolved: ResolvedScenario,
+    problem: AllocationProblem,
+    result: AllocationResult,
+    now: datetime,
+    unrunnable: Collection[tuple[str, Phase]],
 ) -> list[str]:
     """What a reader must know beside the figures."""
-    notes = [_unservable(model, phase, resolved) for model, phase in _without_templates(resolved, problem)]
+    notes = [
+        _unservable(model, phase, resolved, left_out=(model.shape.name, phase) in unrunnable)
+        for model, phase in _without_templates(resolved, problem)
+    ]
     notes += [
         f"{item.model} {item.phase.value}: {item.unserved_frac:.1%} of the demand is not met for want of nodes"
         for item in result.shortfall
@@ -302,12 +315,14 @@ def _phases_with_templates(problem: AllocationProblem, model: str) -> set[Phase]
     return {phase for name, phase in pairs if name == model}
 
 
-def _unservable(model: ResolvedModel, phase: Phase, resolved: ResolvedScenario) -> str:
-    """Why no template serves a phase: the weights fit nowhere, or no placement meets the latency bound."""
+def _unservable(model: ResolvedModel, phase: Phase, resolved: ResolvedScenario, *, left_out: bool) -> str:
+    """Why no template serves a phase: no runtime runs one, the weights fit nowhere, or no placement meets the bound."""
     weights = min(weight_bytes(model.shape, variant) for variant in model.variants)
     library = resolved.scenario.library
     largest = library.n_max * max(config.memory_bytes for config in resolved.configs)
     head = f"{model.shape.name} {phase.value} cannot be served at all: "
+    if left_out:
+        return f"{head}the library has templates, and what the plan may rely on can run none of them"
     if weights >= largest:
         return (
             f"{head}its weights take {weights / GB:.0f} GB and the largest combination holds {largest / GB:.0f} GB; "

@@ -18,6 +18,7 @@ from coral_core.config.demand import DemandSpec
 from coral_core.config.resolve import ResolvedScenario
 from coral_core.domain.allocation import AllocationProblem
 from coral_core.domain.fleet import Offer
+from coral_core.domain.launch import Runtime
 from coral_core.errors import InputError
 from tasks.apply import Goal, Job, Mode, all_regions, change_lines, check_patience, limits_of, preview, wanted_of_plan
 from tasks.demand import planned_demand
@@ -35,6 +36,8 @@ from tasks.observe import (
 )
 from tasks.plan import PlanOutcome, make_plan, running_from_plan
 
+RUNTIMES: Final = (Runtime.VLLM,)
+"""What fleets on rented nodes are planned for where the scenario does not say."""
 DEARER_FRAC: Final = 0.05
 """An approved plan that now costs more than this beyond what was approved is planned anew."""
 
@@ -108,6 +111,8 @@ def plan_from(job: Job, wish: Wish, seen: Observation, lowered: Mapping[Offer, i
         fleet=job.fleet,
         now=job.provider.clock.now(),
         adjust=adjust,
+        # A rehearsal serves nobody, so it may plan what nothing can run; the plan says so.
+        runtimes=None if job.provider.name == "fake" else wish.resolved.scenario.runtimes or RUNTIMES,
         notes=[*demand.notes, *gap_lines(seen.supply), *foreign_lines(seen.foreign)],
         inputs={
             "demand_sources": demand.rows,

@@ -77,6 +77,21 @@ def why_not(
     return replace(facts, reasons=tuple(_reasons(facts, problem.templates.phases[t], has_row=group is not None)))
 
 
+def not_a_choice(template_id: str) -> WhyNot:
+    """What is known of a template that a plan could not choose from: nothing of its prices, reasons to be given."""
+    return WhyNot(
+        template=template_id,
+        chosen_count={},
+        reduced_cost_usd_per_h={},
+        unavailable={},
+        dominated_by=None,
+        usd_per_h_per_unit=None,
+        cheaper_chosen=None,
+        cheaper_usd_per_h_per_unit=None,
+        reasons=(),
+    )
+
+
 def _unavailable(problem: AllocationProblem, t: int) -> dict[str, tuple[str, ...]]:
     lacking = {}
     for r, region in enumerate(problem.regions):

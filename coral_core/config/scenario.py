@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from coral_core.config.fields import Name, Nodes, NonNegative, Positive, Strict
 from coral_core.config.market_spec import ExclusionSpec, PreferenceSpec, SpotSpec
 from coral_core.config.yaml_lines import key_line, parse_yaml_model, read_yaml_model
+from coral_core.domain.launch import Runtime
 from coral_core.domain.workload import Phase
 from coral_core.errors import unknown_name
 
@@ -291,6 +292,9 @@ class Scenario(Strict):
     spot: SpotSpec | None = Field(default=None, description="default: on demand only")
     exclusions: tuple[ExclusionSpec, ...] = ()
     preferences: tuple[PreferenceSpec, ...] = ()
+    runtimes: tuple[Runtime, ...] | None = Field(
+        default=None, min_length=1, description="plan only with templates that one of these can run; default: with all"
+    )
     allocation: AllocationSpec = AllocationSpec()
     epochs: EpochsSpec = EpochsSpec()
     workload: WorkloadSpec = WorkloadSpec()
@@ -308,6 +312,7 @@ class Scenario(Strict):
             ("region", list(self.regions)),
             ("configuration", list(self.configs or ())),
             ("policy", [str(name) for name in self.policies]),
+            ("runtime", [str(name) for name in self.runtimes or ()]),
             ("seed", [str(seed) for seed in self.seeds]),
         ):
             twice = next((name for name in names if names.count(name) > 1), None)

@@ -57,7 +57,7 @@ def launch_plan(
     if model is None:
         known = [f"{name} {variant}" for name, variant in terms.models]
         raise unknown_name("model in the engine's terms", f"{template.model} {template.variant}", known)
-    can = runnable(template, layouts, shape)
+    can = runnable(template, layouts, shape, runtimes=[Runtime.VLLM])
     if can.runtime is None:
         why = "; ".join(f"{runtime}: {', '.join(against)}" for runtime, against in can.reasons.items())
         raise NoSolutionError(f"cannot be run: {why}", where=f"template {template.template_id}")

@@ -40,6 +40,8 @@ class Obstacle(IntFlag):
     REPLICAS_IN_PIPELINE = 32
     REPLICAS_OF_EXPERTS = 64
     KV_OF_PIPELINE = 128
+    PIPELINE_IN_NODE = 256
+    REPLICAS_IN_NODE = 512
 
 
 _TEXTS: Final = {
@@ -51,9 +53,20 @@ _TEXTS: Final = {
     Obstacle.REPLICAS_IN_PIPELINE: "a node of its pipeline holds several replicas",
     Obstacle.REPLICAS_OF_EXPERTS: "a node holds several replicas of a mixture of experts",
     Obstacle.KV_OF_PIPELINE: "a pipeline passes or takes KV between prefill and decode",
+    Obstacle.PIPELINE_IN_NODE: "a node is a pipeline inside",
+    Obstacle.REPLICAS_IN_NODE: "a node holds several replicas",
 }
 _ALWAYS: Final = Obstacle.LAYOUT_UNKNOWN | Obstacle.HEADS
-_OF_RUNTIME: Final = {Runtime.VLLM: ~Obstacle(0)}
+_OF_RUNTIME: Final = {
+    Runtime.VLLM: _ALWAYS
+    | Obstacle.NODES_IN_STAGE
+    | Obstacle.GPUS_DIFFER
+    | Obstacle.LAYOUTS_DIFFER
+    | Obstacle.REPLICAS_IN_PIPELINE
+    | Obstacle.REPLICAS_OF_EXPERTS
+    | Obstacle.KV_OF_PIPELINE,
+    Runtime.CORAL: _ALWAYS | Obstacle.PIPELINE_IN_NODE | Obstacle.REPLICAS_IN_NODE,
+}
 """Which obstacles count for a runtime."""
 
 
@@ -78,6 +91,21 @@ class LaidOut:
 
     def __len__(self) -> int:
         return len(self.passes_kv)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What of a model decides about runtimes; `kv_heads` is 0 where KV is not split over GPUs (MLA)."""
+
+    experts: bool
+    heads: int
+    kv_heads: int
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> ModelFacts:
+        """Those of a shape."""
+        kv_heads = shape.kv_heads if shape.mla is None else 0
+        return cls(experts=shape.moe is not None, heads=shape.heads, kv_heads=kv_heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +148,8 @@ def obstacles(laid: LaidOut) -> NDArray[np.int64]:
         (Obstacle.REPLICAS_IN_PIPELINE, replicas & (stages > 1)),
         (Obstacle.REPLICAS_OF_EXPERTS, replicas & laid.experts),
         (Obstacle.KV_OF_PIPELINE, laid.passes_kv & (ranks > 1)),
+        (Obstacle.PIPELINE_IN_NODE, over_nodes(np.maximum, laid.pp) > 1),
+        (Obstacle.REPLICAS_IN_NODE, replicas),
     ):
         found |= np.where(there, int(obstacle), 0)
     return found
@@ -142,7 +172,7 @@ def runnable(
     layouts: Sequence[Sequence[Layout | None]],
     shape: ModelShape,
     *,
-    runtimes: Sequence[Runtime] = tuple(_OF_RUNTIME),
+    runtimes: Sequence[Runtime] = tuple(Runtime),
 ) -> Runnable:
     """Which of `runtimes`, tried in that order, can run a template.
 
@@ -157,7 +187,7 @@ def runnable(
 
 
 def _laid_out(template: ServingTemplate, layouts: Sequence[Sequence[Layout | None]], shape: ModelShape) -> LaidOut:
-    stages = template.placement.stages
+    stages, facts = template.placement.stages, ModelFacts.of(shape)
     flat = [layout for row in layouts for layout in row]
     sizes = [len(stage.nodes) for stage in stages]
     if [len(row) for row in layouts] != sizes:
@@ -170,7 +200,7 @@ def _laid_out(template: ServingTemplate, layouts: Sequence[Sequence[Layout | Non
         pp=np.array([layout.pp for layout in known]),
         dp=np.array([layout.dp for layout in known]),
         passes_kv=np.array([template.phase is not Phase.AGGREGATED]),
-        experts=np.array([shape.moe is not None]),
-        heads=np.array([shape.heads]),
-        kv_heads=np.array([0 if shape.mla is not None else shape.kv_heads]),
+        experts=np.array([facts.experts]),
+        heads=np.array([facts.heads]),
+        kv_heads=np.array([facts.kv_heads]),
     )

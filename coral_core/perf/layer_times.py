@@ -34,13 +34,15 @@ from coral_core.perf import memory, network
 from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.capacity import check_inputs, published_budgets
 from coral_core.perf.roofline import mean_context_tokens
-from coral_core.perf.search import PREFILL_KV_BATCHES, Budgets
+from coral_core.perf.search import PREFILL_KV_BATCHES, Budgets, Layout
 from coral_core.units import MS
 
 Floats = NDArray[np.float64]
 
 COLUMNS: Final = ("model", "node", "phase", "x", "time_ms_per_layer", "x_meaning")
 FORMULA_VERSION: Final = 1
+AS_MEASURED: Final = "as measured"
+"""The layout inside a node of several GPUs: a table of times does not say which it was measured with."""
 _PHASES: Final = {"prompt": Phase.PREFILL, "decode": Phase.DECODE}
 _DEFAULTS: Final = CapacityAssumptions()
 
@@ -147,6 +149,7 @@ def capacity_table_from_times(
     )
     rates = np.stack([_node_rates(question, config, nodes[config.name], budgets) for config in configs], axis=1)
     throughput = rates * assumptions.max_utilization_frac[phase]
+    alone = np.array([config.gpu_count == 1 for config in configs], dtype=np.int16)
     return CapacityTable(
         model=shape.name,
         variant=variant,
@@ -155,8 +158,8 @@ def capacity_table_from_times(
         configs=tuple(config.name for config in configs),
         layers=shape.layers,
         throughput=throughput,
-        layout=np.where(throughput > 0, 0, -1).astype(np.int16),
-        layouts=("as measured",),
+        layout=np.where(throughput > 0, alone[:, None], -1).astype(np.int16),
+        layouts=(AS_MEASURED, str(Layout(tp=1, pp=1, dp=1))),
         sources=(CapacitySource.INTERPOLATED,) * len(configs),
         error_frac=(None,) * len(configs),
         memory_bytes=np.array([float(config.memory_bytes) for config in configs]),

@@ -25,6 +25,7 @@ from coral_core.report.plan_report import (
     changes_table,
     coverage_table,
     instances_table,
+    runtimes_table,
     unmet_text,
 )
 from coral_core.report.region_map import map_svg, spots
@@ -126,7 +127,7 @@ def _costs(plan: Document, decision: Document) -> list[Block]:
         ("by combination of nodes", lambda item: " + ".join(sorted(item["nodes"]))),
     ):
         found += _stacked(f"Cost {title}", items, row_of)
-    return [*found, baselines]
+    return [*found, baselines, *_filled(runtimes_table(decision))]
 
 
 def _stacked(title: str, items: Sequence[Document], row_of: Callable[[Document], str]) -> list[Block]:

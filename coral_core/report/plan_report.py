@@ -25,7 +25,12 @@ def plan_tables(plan: Mapping[str, Any], decision: Mapping[str, Any], *, separat
 
     `separator` stands between the stages of a template.
     """
-    tables = [instances_table(plan, separator=separator), coverage_table(plan), baselines_table(plan, decision)]
+    tables = [
+        instances_table(plan, separator=separator),
+        coverage_table(plan),
+        baselines_table(plan, decision),
+        runtimes_table(decision),
+    ]
     return [table for table in (*tables[:1], changes_table(plan), *tables[1:]) if table.rows]
 
 
@@ -130,6 +135,40 @@ def baselines_table(plan: Mapping[str, Any], decision: Mapping[str, Any]) -> Pla
         columns=("policy", "USD/h with start-up", "ratio to coral", "demand not met"),
         rows=rows,
     )
+
+
+def runtimes_table(decision: Mapping[str, Any]) -> PlanTable:
+    """What plans cost that rely on certain runtimes alone; none in plans that were recorded before there was a choice."""
+    document = decision.get("runtimes", {"restrictions": ()})
+    return PlanTable(
+        title="What may be relied on",
+        columns=("runtimes", "templates", "USD/h with start-up", "against all templates", "demand not met"),
+        rows=[
+            (
+                restriction_text(item["runtimes"])
+                + (" (this plan)" if item["runtimes"] == document["allowed"] else ""),
+                item["templates"],
+                usd(item["objective_usd_per_h"]),
+                None if item["runtimes"] is None else extra_text(item),
+                unmet_text(item),
+            )
+            for item in document["restrictions"]
+        ],
+    )
+
+
+def restriction_text(runtimes: Sequence[str] | None) -> str:
+    """`vllm or coral`, or `all templates` where nothing is asked of them."""
+    return "all templates" if runtimes is None else " or ".join(runtimes)
+
+
+def extra_text(restriction: Mapping[str, Any]) -> str:
+    """What a restriction costs beside a plan from all templates, in words; predicted, as all of a plan."""
+    extra_usd_per_h, extra_frac = restriction["extra_usd_per_h"], restriction["extra_frac"]
+    if extra_usd_per_h is None:
+        return "less demand is met"
+    share = "" if extra_frac is None else f" ({extra_frac:.1%})"
+    return f"{usd(extra_usd_per_h)} USD/h{share} more" if extra_usd_per_h else "no more"
 
 
 def unmet_text(answer: Mapping[str, Any]) -> str:

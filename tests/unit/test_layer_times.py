@@ -19,7 +19,7 @@ from coral_core.domain.templates import CapacitySource
 from coral_core.domain.workload import Lengths, Phase, Slo
 from coral_core.errors import DataGapError, InputError
 from coral_core.perf import CapacityAssumptions
-from coral_core.perf.layer_times import capacity_table_from_times, pool_capacity, read_layer_times
+from coral_core.perf.layer_times import AS_MEASURED, capacity_table_from_times, pool_capacity, read_layer_times
 
 HEADER = "model,node,phase,x,time_ms_per_layer,x_meaning"
 ROWS = (
@@ -136,7 +136,14 @@ def test_capacity_is_the_best_batch_within_latency_memory_and_nic(tmp_path, phas
         assert found.throughput[s - 1, 0] == pytest.approx(best, rel=1e-9)
         assert 0 < np.count_nonzero(best) < 80
     assert found.sources == (CapacitySource.INTERPOLATED,)
-    assert ((found.layout == 0) == (found.throughput > 0)).all()
+    used = {found.layouts[i] for i in found.layout[found.layout >= 0]}
+    assert ((found.layout >= 0) == (found.throughput > 0)).all()
+    assert used == {"tp1 pp1 dp1"}
+
+
+def test_the_layout_inside_a_node_of_several_gpus_stays_unknown(tmp_path):
+    found = capacity(tmp_path, Phase.DECODE, configs=(replace(L4, gpu_count=2),))
+    assert {found.layouts[i] for i in found.layout[found.layout >= 0]} == {AS_MEASURED}
 
 
 def test_headroom_scales_the_result_and_the_hash_knows_its_inputs(tmp_path):
