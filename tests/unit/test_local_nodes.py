@@ -249,7 +249,7 @@ def test_a_recycled_pid_is_not_taken_for_the_agent(tmp_path):
             reap(pid)
             path = nodes.folder / "nodes" / node.node_id / "process.json"
             found = json.loads(path.read_text())
-            earlier = found["start_ticks"] - 1  # both may have been started within one tick
+            earlier = found["start_ticks"] - 1000  # both are started at about the same time
             path.write_text(json.dumps({**found, "pid": other.pid, "start_ticks": earlier}))
             assert state(nodes) == [NodeState.GONE]
             nodes.stop(fleet_of(nodes), "here", [node])
