@@ -28,6 +28,7 @@ app.command(
     name="one-more",
     help="What one more node of each scarce configuration would save.",
 )
+app.command("coral_core.cli.plan_launch:launch", name="launch", help="The commands that start an instance by hand.")
 
 Fleet = Annotated[str | None, Parameter(help="Fleet the plan belongs to; default: CORAL_FLEET, else `default`.")]
 At = Annotated[str, Parameter(help="Time of a recorded plan (`coral plan list`), or `latest`.")]
