@@ -1,7 +1,7 @@
 """Processes of this machine: started detached and marked, found again by their mark, and ended without mistaking another.
 
 A node's processes carry `CORAL_LOCAL_NODE=<its folder>` in their environment, which children inherit. A process is one
-of the node's where it carries the mark, descends from one that does, or shares the session of one that does. A process
+of the node's where it carries the mark, descends from one that does, or is in a session that such a one leads. A process
 is known by pid, start time and boot, so that a pid in its second use is somebody else. Linux only (/proc, pidfd).
 """
 
@@ -92,7 +92,7 @@ def members(folder: Path, *, mark_name: str = MARK) -> tuple[Process, ...]:
     mark = f"{mark_name}={folder}".encode()
     found = {pid for pid in everything if mark in _environment(pid)}
     while True:
-        sessions = {everything[pid].session for pid in found}
+        sessions = {pid for pid in found if everything[pid].session == pid}  # led by one of them: no user's shell
         grown = found | {p.pid for p in everything.values() if p.parent in found or p.session in sessions}
         if grown == found:
             return tuple(everything[pid] for pid in sorted(found))

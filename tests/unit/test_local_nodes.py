@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from coral_core.clock import ManualClock, SystemClock
-from coral_core.cloud.local_processes import Process, boot_id, members, reap, see_process, send
+from coral_core.cloud.local_processes import Process, boot_id, end_all, members, reap, see_process, send
 from coral_core.cloud.provisioner import NodeOrder, Refusal, Refused, Started
 from coral_core.domain.fleet import FleetId, Node, NodeState, NodeTags
 from coral_core.domain.hardware import Market
@@ -238,6 +238,19 @@ def test_a_process_that_has_another_title_keeps_its_mark(tmp_path):
     with LocalNodes(tmp_path, argv=("/bin/sh", "-c", "env; exec sleep 600")) as nodes:
         path = nodes.folder / "nodes" / start(nodes).node_id
         until(lambda: "SPT_NOENV=1" in (path / "agent.log").read_text())
+
+
+def test_who_shares_a_session_with_a_marked_process_that_does_not_lead_it_is_left_alone(tmp_path):
+    """A command with the mark, started in somebody's shell, must not take that shell with it."""
+    shell = ("sh", "-c", 'sleep 600 & CORAL_LOCAL_NODE="$0" sleep 600 & wait', str(tmp_path))
+    with subprocess.Popen(shell, start_new_session=True) as other:
+        try:
+            until(lambda: len(members(tmp_path)) == 1)
+            assert end_all(tmp_path) == 1
+            assert end_all(tmp_path) == 0
+            assert other.poll() is None
+        finally:
+            os.killpg(other.pid, signal.SIGKILL)
 
 
 def test_a_recycled_pid_is_not_taken_for_the_agent(tmp_path):
