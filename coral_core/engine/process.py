@@ -19,8 +19,7 @@ from coral_core.engine.state import Cause, Condition, EngineFailure, EngineState
 
 CODE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds `coral_core`: where the engine's interpreter finds the plugin."""
-START_LOOK_S, READY_LOOK_S = 0.2, 1.0
-HTTP_LOOK_S = 0.5
+START_LOOK_S = 0.2
 FIRST_TOKEN_S = 60.0
 """What the first completion gets; another is tried until the start's time is over."""
 LAST_WORDS_S = 10.0
@@ -30,9 +29,10 @@ _OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchTerms:
-    """How long a start may take, and when a ready engine counts as hung."""
+    """How long a start may take, how often a ready engine is looked at, and when it counts as hung."""
 
     start_s: float = 900.0
+    look_s: float = 1.0
     liveness: LivenessTerms = field(default_factory=LivenessTerms)
 
 
@@ -66,7 +66,6 @@ class EngineProcess:
         self._terms = terms
         self._probe = Probe(url) if launch.serves and url is not None else None
         self._log = EngineLog()
-        self._log_file = _LogFile(log)
         self._liveness = Liveness(terms=terms.liveness)
         self._model: str | None = None
         self._stopping = False
@@ -84,6 +83,9 @@ class EngineProcess:
                 )
             )
             return
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        read_from = log.stat().st_size
         inherited = {name: text for name, text in os.environ.items() if name not in _OWN_VARIABLES}
         self._kept = Kept(
             argv=[str(interpreter), *launch.argv],
@@ -92,7 +94,7 @@ class EngineProcess:
             owner=owner,
         )
         self._watcher = threading.Thread(
-            target=self._watch, args=(self._kept,), name=f"watch {launch.node}", daemon=True
+            target=self._watch, args=(self._kept, _LogFile(log, read_from)), name=f"watch {launch.node}", daemon=True
         )
         self._watcher.start()
 
@@ -143,26 +145,27 @@ class EngineProcess:
     def _fail(self, failure: EngineFailure, exit_code: int | None = None) -> None:
         self._set(Condition.FAILED, failure, exit_code)
 
-    def _watch(self, kept: Kept) -> None:
+    def _watch(self, kept: Kept, log_file: _LogFile) -> None:
         """Until the engine is gone; a failed one is only waited for."""
         while True:
             began_s = time.monotonic()
             kept.poll()
-            self._log.read(self._log_file.new_lines(), self._elapsed_s())
+            self._log.read(log_file.new_lines(), self._elapsed_s())
             if kept.gone:
                 break
             if not self._stopping and self._state.condition is Condition.STARTING:
                 self._look_at_start()
             elif not self._stopping and self._state.condition is Condition.READY and self._probe is not None:
                 self._look_at_work(self._probe)
-            every_s = READY_LOOK_S if self._state.condition is Condition.READY else START_LOOK_S
+            every_s = self._terms.look_s if self._state.condition is Condition.READY else START_LOOK_S
             until_s = began_s + every_s
             while not kept.gone and not self._stopping and time.monotonic() < until_s:
                 time.sleep(0.05)
                 kept.poll()
             if self._stopping:
                 time.sleep(0.05)
-        self._log.read(self._log_file.rest(), self._elapsed_s())
+        self._log.read(log_file.rest(), self._elapsed_s())
+        log_file.close()
         self._settle(kept)
 
     def _look_at_start(self) -> None:
@@ -222,17 +225,14 @@ class EngineProcess:
             was_ready = self._state.condition is Condition.READY
             failure = self._log.failure(kept.exit_code, self._elapsed_s(), was_ready=was_ready)
             self._fail(failure, kept.exit_code)
-        self._log_file.close()
 
 
 class _LogFile:
-    """Lines of a file that grows, from its end at the time of opening on."""
+    """Lines of a file that grows, from byte `begin` on."""
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+    def __init__(self, path: Path, begin: int) -> None:
         self._file = path.open("rb", buffering=0)
-        self._file.seek(0, os.SEEK_END)
+        self._file.seek(begin)
         self._begun = b""
 
     def new_lines(self) -> list[str]:
