@@ -22,7 +22,7 @@ from coral_core.errors import InputError
 from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.capacity import check_inputs, estimate_question, node_capacity
 from coral_core.perf.factors import Factors
-from coral_core.perf.search import Budgets, ReplicaSteps
+from coral_core.perf.search import ANY_LAYOUT, Budgets, LayoutLimits, ReplicaSteps
 
 GRID: Final = 60
 """Divisible by 1..6: the published split l/S is among the choices for every S up to 6."""
@@ -45,6 +45,7 @@ def budget_table(
     assumptions: CapacityAssumptions = _DEFAULTS,
     factors: Factors | None = None,
     grid: int = GRID,
+    limits: LayoutLimits = ANY_LAYOUT,
 ) -> BudgetTable:
     """T^ of every configuration as a stage among others, for each budget of the grid and j = 1..L.
 
@@ -57,7 +58,9 @@ def budget_table(
     check_inputs(shape, lengths, slo, configs, 1)
     if not 1 <= grid <= MAX_GRID:
         raise InputError(f"{grid} budgets instead of 1 to {MAX_GRID}", where="grid")
-    question = estimate_question(shape, variant, phase, lengths, configs, assumptions=assumptions, factors=factors)
+    question = estimate_question(
+        shape, variant, phase, lengths, configs, assumptions=assumptions, factors=factors, limits=limits
+    )
     planned = assumptions.planned_slo(phase, slo)
     names: dict[str, int] = {}
     throughput = np.zeros((grid, len(configs), shape.layers))

@@ -25,7 +25,18 @@ from coral_core.errors import DataGapError, InputError
 from coral_core.perf import memory
 from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.factors import Factors, load_factors
-from coral_core.perf.search import Best, Budgets, Layout, Question, ReplicaSteps, best_batch, layouts, replica_steps
+from coral_core.perf.search import (
+    ANY_LAYOUT,
+    Best,
+    Budgets,
+    Layout,
+    LayoutLimits,
+    Question,
+    ReplicaSteps,
+    best_batch,
+    layouts,
+    replica_steps,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -50,17 +61,21 @@ def capacity_table(
     max_stages: int,
     assumptions: CapacityAssumptions = _DEFAULTS,
     factors: Factors | None = None,
+    limits: LayoutLimits = ANY_LAYOUT,
 ) -> CapacityTable:
     """T^ of every configuration for S = 1..max_stages and j = 1..L, at the published split's budget, a 1/S of the planned SLO.
 
     `throughput` is (S, C, L), non-increasing in j (a node that may hold more layers at a throughput may hold fewer;
     the layout is then that of the larger j). Prefill's budget is the TTFT, decode's the TPOT, aggregated has both.
+    Only the layouts within `limits` count.
 
     Raises InputError for values that make no sense and DataGapError where a GPU's efficiency is not known, or where
     estimates are not allowed (there are no measured profiles to use instead).
     """
     check_inputs(shape, lengths, slo, configs, max_stages)
-    question = estimate_question(shape, variant, phase, lengths, configs, assumptions=assumptions, factors=factors)
+    question = estimate_question(
+        shape, variant, phase, lengths, configs, assumptions=assumptions, factors=factors, limits=limits
+    )
     budgets = published_budgets(phase, assumptions.planned_slo(phase, slo), max_stages)
     names: dict[str, int] = {}
     throughput = np.zeros((max_stages, len(configs), shape.layers))
@@ -119,6 +134,8 @@ def node_capacity(
     """
     known = {} if tabulated is None else tabulated
     candidates = layouts(question, config)
+    if not candidates:
+        return _nothing(len(budgets.stage_s), question.shape.layers)
     results: list[Best] = []
     for layout in candidates:
         key = (config.gpu.name, layout.tp)
@@ -137,6 +154,13 @@ def node_capacity(
         layers=source + 1,
         layouts=tuple(candidates),
     )
+
+
+def _nothing(stages: int, layers: int) -> NodeCapacity:
+    """A node without a layout that counts."""
+    none = np.zeros((stages, layers), dtype=np.int64)
+    only = Layout(tp=1, pp=1, dp=1)
+    return NodeCapacity(rate=none.astype(np.float64), layout=none, batch=none, layers=none, layouts=(only,))
 
 
 def runs_variant(shape: ModelShape, variant: str, gpu: Gpu) -> bool:
@@ -163,6 +187,7 @@ def estimate_question(
     *,
     assumptions: CapacityAssumptions,
     factors: Factors | None,
+    limits: LayoutLimits = ANY_LAYOUT,
 ) -> Question:
     """What is asked of the estimates, with the shipped factors where none are given.
 
@@ -180,6 +205,7 @@ def estimate_question(
         lengths=lengths,
         assumptions=assumptions,
         factors=load_factors() if factors is None else factors,
+        limits=limits,
     )
 
 
@@ -270,6 +296,8 @@ def _inputs_hash(question: Question, slo: Slo, configs: Sequence[NodeConfig], ma
         "assumptions": question.assumptions.facts(question.phase),
     }
     idle = [name for name, gpu in by_name.items() if not runs_variant(question.shape, question.variant, gpu)]
+    if question.limits != ANY_LAYOUT:
+        facts["layouts"] = asdict(question.limits)
     if idle:
         facts["gpus_without_the_variant"] = sorted(idle)
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

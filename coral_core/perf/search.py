@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,28 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutLimits:
+    """Which layouts count: those that a runtime can run. None: no limit; `whole_node`: all GPUs share every layer."""
+
+    tp: int | None = None
+    max_pp: int | None = None
+    max_dp: int | None = None
+    whole_node: bool = False
+
+    def allow(self, layout: Layout) -> bool:
+        """Whether a layout is among them."""
+        return (
+            (self.tp is None or layout.tp == self.tp)
+            and (self.max_pp is None or layout.pp <= self.max_pp)
+            and (self.max_dp is None or layout.dp <= self.max_dp)
+            and not (self.whole_node and layout.pp * layout.dp > 1)
+        )
+
+
+ANY_LAYOUT: Final = LayoutLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
     """Latency budgets, (S,) each. `stage_s`: the bound on one stage per step, `rest_s`: on all other stages together.
 
@@ -96,6 +119,7 @@ class Question:
     lengths: Lengths
     assumptions: CapacityAssumptions
     factors: Factors
+    limits: LayoutLimits = ANY_LAYOUT
 
     @property
     def max_batch(self) -> int:
@@ -142,13 +166,14 @@ def layouts(question: Question, config: NodeConfig) -> list[Layout]:
     TP only at sizes whose all-reduce is known on this GPU; an MLA latent is not split, so it sets no limit.
     """
     shape, n = question.shape, config.gpu_count
-    return [
+    possible = [
         Layout(tp=tp, pp=pp, dp=n // tp // pp)
         for tp in range(1, n + 1)
         if n % tp == 0 and _tp_runs(shape, tp) and (tp == 1 or (config.gpu.name, tp) in question.factors.all_reduce)
         for pp in range(1, n // tp + 1)
         if n // tp % pp == 0 and pp <= shape.layers
     ]
+    return [layout for layout in possible if question.limits.allow(layout)]
 
 
 def _tp_runs(shape: ModelShape, tp: int) -> bool:
