@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 
 from coral_core.domain.workload import Phase, Slo
 from coral_core.errors import InputError
+from coral_core.perf.factors import load_engine_costs
 from coral_core.units import GIB, US
 
 
@@ -21,8 +22,9 @@ class CapacityAssumptions:
 
     * `usable_memory_frac`: share of GPU memory the engine may use (vLLM's default 0.9); `workspace_bytes` of it, per
       GPU, go to context, communication buffers and CUDA graphs; activations are counted on top.
-    * `layer_overhead_s`, `step_overhead_s`: kernel launches and small kernels per layer; scheduling and sampling per
-      step of each internal stage.
+    * `kernel_overhead_s` per small kernel of a layer, `quantised_gemm_overhead_s` per GEMM that quantises its
+      activations, `step_overhead_s` (scheduling and sampling) per step of each internal stage: as fitted to serving
+      runs (`factors.EngineCosts`).
     * `hop_latency_s` and `nic_usable_frac`: a message between nodes, and the share of the NIC's rate it gets.
       `inner_hop_latency_s`: the same between internal stages. `hop_tensors`: hidden-sized 16-bit tensors sent per
       token (vLLM sends hidden states and residual).
@@ -36,8 +38,9 @@ class CapacityAssumptions:
 
     usable_memory_frac: float = 0.9
     workspace_bytes: float = 1.5 * GIB
-    layer_overhead_s: float = 15 * US
-    step_overhead_s: float = 1000 * US
+    kernel_overhead_s: float = field(default_factory=lambda: load_engine_costs().kernel_overhead_s)
+    quantised_gemm_overhead_s: float = field(default_factory=lambda: load_engine_costs().quantised_gemm_overhead_s)
+    step_overhead_s: float = field(default_factory=lambda: load_engine_costs().step_overhead_s)
     hop_latency_s: float = 500 * US
     inner_hop_latency_s: float = 50 * US
     nic_usable_frac: float = 0.8

@@ -24,7 +24,7 @@ from coral_core.domain.workload import Lengths, Phase, Slo
 from coral_core.errors import DataGapError, InputError
 from coral_core.perf import memory
 from coral_core.perf.assumptions import CapacityAssumptions
-from coral_core.perf.factors import Factors, load_factors
+from coral_core.perf.factors import FULL_BITS, Factors, load_factors
 from coral_core.perf.search import (
     ANY_LAYOUT,
     Best,
@@ -41,11 +41,8 @@ from coral_core.perf.search import (
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-FORMULA_VERSION = 2
+FORMULA_VERSION = 3
 """Raise when a formula of this package changes: capacities with other versions are not the same inputs."""
-
-FULL_BITS = 16
-"""Weights of so many bits are not quantised."""
 
 _DEFAULTS = CapacityAssumptions()
 
@@ -292,6 +289,7 @@ def _inputs_hash(question: Question, slo: Slo, configs: Sequence[NodeConfig], ma
             for config in configs
         ],
         "efficiency": sorted([*key, asdict(row)] for key, row in question.factors.efficiency.items() if key[0] in gpus),
+        "experts": sorted([*key, asdict(row)] for key, row in question.factors.experts.items() if key[0] in gpus),
         "all_reduce": sorted([*key, asdict(row)] for key, row in question.factors.all_reduce.items() if key[0] in gpus),
         "assumptions": question.assumptions.facts(question.phase),
     }

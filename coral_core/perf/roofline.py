@@ -4,9 +4,11 @@ Kernels of a layer run one after the other, so their times add up; inside a kern
 larger counts. `m` is the number of tokens in a step, P the parameters, E experts of which k are active:
 
     dense GEMMs   max( P_bytes / (MBU BW), 2 P m / (MFU(m) peak) )
-    experts       the same with touched(m) = E (1 - (1 - k/E)^m) experts read and m k of them computed
+    experts       fixed + bytes of touched(m) = E (1 - (1 - k/E)^m) experts + FLOPs of m k rows + those rows' bytes,
+                  each over the measured kernel's rate (`factors.ExpertKernel`)
     attention     decode: KV read / (MBU BW) or its FLOPs; prefill: causal FLOPs
-    elementwise   norms, rotary, activation function: activations moved / (MBU BW); of experts: in their measured cap
+    elementwise   norms, rotary, activation function: activations moved / (MBU BW); of experts: in their kernel
+    overhead      per small kernel and per quantised GEMM of a layer (`layer_kernels`), measured in CUDA graphs
     LM head       one row per request in the step, spread over the layers (see domain.model_math)
     all-reduce    two per layer: latency + 2 (tp-1)/tp bytes / bus bandwidth
 
@@ -24,6 +26,7 @@ from coral_core.domain import model_math
 from coral_core.domain.hardware import Gpu
 from coral_core.domain.models import ModelShape, Moe
 from coral_core.domain.workload import Lengths, Phase
+from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.factors import Factors
 
 Floats = NDArray[np.float64]
@@ -104,7 +107,7 @@ def layer_time(
     step: Step,
     lengths: Lengths,
     factors: Factors,
-    layer_overhead_s: float,
+    assumptions: CapacityAssumptions,
 ) -> LayerTime:
     """Time of one mean layer over `tp` GPUs. Raises DataGapError where a factor is not known."""
     chosen = model_math.variant_of(shape, variant)
@@ -116,20 +119,22 @@ def layer_time(
     gemm_memory, gemm_compute = dense.times(counts.body * per_gpu, chosen.weight_bits, step.tokens)
     head_rows = step.decode_requests + step.prompts
     head_memory, head_compute = wide.times(counts.embedding * per_gpu, chosen.embedding_bits, head_rows)
-    expert_memory, expert_compute = _expert_times(
+    expert_fixed, expert_memory, expert_compute = _expert_times(
         shape=shape, variant=variant, gpu=gpu, tp=tp, tokens=step.tokens, factors=factors
     )
     attention_memory, attention_compute = _attention_times(
         shape=shape, variant=variant, gpu=gpu, tp=tp, step=step, lengths=lengths, factors=factors
     )
+    kernels = layer_kernels(shape, quantised=dense.dtype == "fp8")
     return LayerTime(
         gemm_s=np.maximum(gemm_memory, gemm_compute),
-        experts_s=np.maximum(expert_memory, expert_compute),
+        experts_s=expert_fixed + expert_memory + expert_compute,
         attention_s=attention_memory + attention_compute,
         elementwise_s=_elementwise_bytes(shape, tp) * step.tokens / wide.bandwidth_bytes_per_s,
         lm_head_s=np.maximum(head_memory, head_compute),
         all_reduce_s=_all_reduce_time(shape, gpu, tp, step.tokens, factors),
-        overhead_s=layer_overhead_s,
+        overhead_s=kernels.small * assumptions.kernel_overhead_s
+        + kernels.quantised * assumptions.quantised_gemm_overhead_s,
         memory_bound=gemm_memory + expert_memory + attention_memory > gemm_compute + expert_compute + attention_compute,
     )
 
@@ -171,16 +176,49 @@ def touched_experts(moe: Moe, tokens: Floats) -> Floats:
 
 def _expert_times(
     *, shape: ModelShape, variant: str, gpu: Gpu, tp: int, tokens: Floats, factors: Factors
-) -> tuple[Floats, Floats]:
+) -> tuple[float, Floats, Floats]:
+    """Seconds per call, of the weights read, and of the rows computed and moved."""
     if shape.moe is None:
-        return np.zeros_like(tokens), np.zeros_like(tokens)
+        return 0.0, np.zeros_like(tokens), np.zeros_like(tokens)
     chosen = model_math.variant_of(shape, variant)
     counts = model_math.parameter_counts(shape)
-    unit = _Gemm.of(gpu, factors, chosen.expert_compute_dtype)
-    one = counts.expert * counts.moe_layers / shape.layers / tp
-    memory = touched_experts(shape.moe, tokens) * one * chosen.expert_bits / 8 / unit.bandwidth_bytes_per_s
-    peak_frac = factors.efficiency[unit.gpu, unit.dtype].expert_peak_frac
-    return memory, 2 * one * shape.moe.top_k * tokens / (unit.peak_flops_per_s * peak_frac)
+    kernel = factors.expert_kernel(gpu, chosen)
+    peak = gpu.compute_flops_per_s[factors.compute_dtype(gpu, chosen.expert_compute_dtype)] * kernel.peak_frac
+    share = counts.moe_layers / shape.layers
+    one, rows = share * counts.expert / tp, shape.moe.top_k * tokens
+    read = touched_experts(shape.moe, tokens) * one * chosen.expert_bits / 8 / kernel.bandwidth_frac
+    moved = share * kernel.activation_passes * rows * shape.hidden * ACTIVATION_BYTES
+    bandwidth = gpu.memory_bandwidth_bytes_per_s
+    return share * kernel.fixed_s, read / bandwidth, 2 * one * rows / peak + moved / bandwidth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKernels:
+    """Kernels of one layer that cost by being there: small ones, and GEMMs that quantise their activations first."""
+
+    small: int
+    quantised: int
+
+
+def layer_kernels(shape: ModelShape, *, quantised: bool) -> LayerKernels:
+    """Counted from the layer's structure; experts are one measured kernel of their own, with its fixed part.
+
+    Two norms, the QKV and output projections, rotary, cache write and attention in two parts; MLA adds four
+    projections, two norms and a concatenation; a router; dense or shared MLPs: two GEMMs and an activation.
+    """
+    small, gemms = 8, 2
+    if shape.mla is not None:
+        small, gemms = small + 7, gemms + 2
+    if shape.moe is not None:
+        small += 1
+    if shape.moe is None or shape.moe.shared_experts:
+        small, gemms = small + 3, gemms + 2
+    return LayerKernels(small=small, quantised=gemms if quantised else 0)
+
+
+def computes_in_8_bits(shape: ModelShape, variant: str, gpu: Gpu, factors: Factors) -> bool:
+    """Whether the dense GEMMs of a variant run in 8 bit on this GPU, so that activations are quantised before each."""
+    return factors.compute_dtype(gpu, model_math.variant_of(shape, variant).compute_dtype) == "fp8"
 
 
 def _attention_times(

@@ -154,7 +154,7 @@ def replica_steps(question: Question, config: NodeConfig, tp: int) -> ReplicaSte
         step=step,
         lengths=question.lengths,
         factors=question.factors,
-        layer_overhead_s=question.assumptions.layer_overhead_s,
+        assumptions=question.assumptions,
     )
     activation_bytes = memory.activation_bytes_per_gpu(question.shape, tp, step)
     return ReplicaSteps(step=step, time=time, layer_s=time.total_s, activation_bytes=activation_bytes)
@@ -169,14 +169,15 @@ def layouts(question: Question, config: NodeConfig) -> list[Layout]:
     possible = [
         Layout(tp=tp, pp=pp, dp=n // tp // pp)
         for tp in range(1, n + 1)
-        if n % tp == 0 and _tp_runs(shape, tp) and (tp == 1 or (config.gpu.name, tp) in question.factors.all_reduce)
+        if n % tp == 0 and tp_runs(shape, tp) and (tp == 1 or (config.gpu.name, tp) in question.factors.all_reduce)
         for pp in range(1, n // tp + 1)
         if n // tp % pp == 0 and pp <= shape.layers
     ]
     return [layout for layout in possible if question.limits.allow(layout)]
 
 
-def _tp_runs(shape: ModelShape, tp: int) -> bool:
+def tp_runs(shape: ModelShape, tp: int) -> bool:
+    """Whether heads and MLP widths of a model can be split over `tp` GPUs; KV heads are split, or copied."""
     widths = [shape.heads, shape.intermediate] + ([] if shape.moe is None else [shape.moe.intermediate])
     kv_heads_fit = shape.mla is not None or shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
     return kv_heads_fit and all(width % tp == 0 for width in widths)

@@ -87,7 +87,7 @@ def node_timing(served: Served, config: NodeConfig, layers: int, layout: Layout)
             step=step,
             lengths=served.lengths,
             factors=served.factors,
-            layer_overhead_s=served.assumptions.layer_overhead_s,
+            assumptions=served.assumptions,
         )
 
     one, none, tokens = np.ones(1), np.zeros(1), GRID[1:]
@@ -103,7 +103,7 @@ def node_timing(served: Served, config: NodeConfig, layers: int, layout: Layout)
         grid=tuple(GRID.tolist()),
         token_s=(float(token_s[0]), *token_s.tolist()),
         row_s=(0.0, *row_s.tolist()),
-        fixed_s=held * served.assumptions.layer_overhead_s + served.assumptions.step_overhead_s,
+        fixed_s=held * batch.overhead_s + served.assumptions.step_overhead_s,
         kept_token_s=held * float(decode.attention_s[0]) / served.kept_tokens,
         pair_s=held * float(prompt.attention_s[0]) / served.pairs_per_prompt_token,
         depth=layout.pp,

@@ -8,7 +8,7 @@ from coral_core.domain.hardware import Gpu, LinkKind, NodeConfig
 from coral_core.domain.models import ModelShape, Moe, SlidingWindow, Variant
 from coral_core.domain.workload import Lengths
 from coral_core.perf.assumptions import CapacityAssumptions
-from coral_core.perf.factors import AllReduce, Efficiency, Factors
+from coral_core.perf.factors import AllReduce, Efficiency, ExpertKernel, Factors
 
 AS_OF = date(2026, 11, 29)
 
@@ -101,22 +101,23 @@ def lengths(tokens_in: float = 500.0, tokens_out: float = 100.0) -> Lengths:
 IDEAL = Efficiency(
     gemm_bandwidth_frac=1.0,
     gemm_peak_frac=(1.0, 1.0, 1.0, 1.0),
-    expert_peak_frac=1.0,
     attention_bandwidth_frac=1.0,
     attention_peak_frac=(1.0, 1.0, 1.0),
 )
 REAL = Efficiency(
     gemm_bandwidth_frac=0.8,
     gemm_peak_frac=(0.3, 0.7, 0.8, 0.75),
-    expert_peak_frac=0.4,
     attention_bandwidth_frac=0.75,
     attention_peak_frac=(0.3, 0.5, 0.6),
 )
+IDEAL_EXPERTS = ExpertKernel(fixed_s=0.0, bandwidth_frac=1.0, peak_frac=1.0, activation_passes=0.0)
+REAL_EXPERTS = ExpertKernel(fixed_s=2e-5, bandwidth_frac=0.8, peak_frac=0.4, activation_passes=3.0)
 
 
 def factors(row: Efficiency = REAL, *, bus: float = 5e10, latency_s: float = 1e-5, dtype: str = "bf16") -> Factors:
     return Factors(
         efficiency={("toy", dtype): row},
+        experts={("toy", "full"): REAL_EXPERTS if row is REAL else IDEAL_EXPERTS},
         all_reduce={("toy", n): AllReduce(bus_bytes_per_s=bus / n, latency_s=latency_s) for n in (2, 4, 8)},
     )
 
@@ -124,7 +125,8 @@ def factors(row: Efficiency = REAL, *, bus: float = 5e10, latency_s: float = 1e-
 FREE = CapacityAssumptions(
     usable_memory_frac=1.0,
     workspace_bytes=0.0,
-    layer_overhead_s=0.0,
+    kernel_overhead_s=0.0,
+    quantised_gemm_overhead_s=0.0,
     step_overhead_s=0.0,
     hop_latency_s=0.0,
     inner_hop_latency_s=0.0,

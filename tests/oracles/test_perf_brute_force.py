@@ -13,7 +13,7 @@ from coral_core.domain.models import ModelShape, Moe, SlidingWindow
 from coral_core.domain.workload import Lengths, Phase, Slo
 from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.capacity import capacity_table
-from tests.fakes.perf_cases import REAL, factors, gpu, lengths, model, node
+from tests.fakes.perf_cases import REAL, REAL_EXPERTS, factors, gpu, lengths, model, node
 
 BUS, RING_LATENCY_S = 5e10, 1e-5
 
@@ -62,10 +62,9 @@ class Oracle:
         if s.moe is not None:
             expert = 3 * s.hidden * s.moe.intermediate / tp
             touched = s.moe.experts * (1 - (1 - s.moe.top_k / s.moe.experts) ** m)
-            time += max(
-                touched * expert * 2 / (bandwidth * REAL.gemm_bandwidth_frac),
-                2 * expert * s.moe.top_k * m / (peak * REAL.expert_peak_frac),
-            )
+            time += REAL_EXPERTS.fixed_s + touched * expert * 2 / (bandwidth * REAL_EXPERTS.bandwidth_frac)
+            time += 2 * expert * s.moe.top_k * m / (peak * REAL_EXPERTS.peak_frac)
+            time += REAL_EXPERTS.activation_passes * m * s.moe.top_k * s.hidden * 2 / bandwidth
             width = 0
         tokens_in = self.lengths.mean_input_tokens
         share = interpolate(tokens_in, (1024, 4096, 16384), REAL.attention_peak_frac)
@@ -83,7 +82,8 @@ class Oracle:
         time += m * 2 * (8 * s.hidden + (2 * (q + 2 * kv) + 3 * width) / tp) / (bandwidth * REAL.gemm_bandwidth_frac)
         if tp > 1:
             time += 2 * (RING_LATENCY_S + 2 * (tp - 1) / tp * m * s.hidden * 2 / min(BUS / tp, g.link_bytes_per_s))
-        return time + self.given.layer_overhead_s
+        # Two norms, QKV, output, rotary, cache write, attention in two parts; two GEMMs and activation, or a router.
+        return time + (11 if s.moe is None else 9) * self.given.kernel_overhead_s
 
     def rate(  # noqa: PLR0917  a loop's variables, in the loop's order
         self, stages: int, layers: int, tp: int, pp: int, dp: int, batch: int
@@ -199,7 +199,7 @@ def test_search_finds_what_brute_force_finds(
 ) -> None:
     given = CapacityAssumptions(
         workspace_bytes=5e7,
-        layer_overhead_s=1e-5,
+        kernel_overhead_s=1e-6,
         step_overhead_s=3e-4,
         hop_latency_s=2e-4,
         max_batch_requests=100,

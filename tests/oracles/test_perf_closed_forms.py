@@ -51,7 +51,7 @@ def limits(batch: int) -> CapacityAssumptions:
     return CapacityAssumptions(
         usable_memory_frac=1.0,
         workspace_bytes=0.0,
-        layer_overhead_s=0.0,
+        kernel_overhead_s=0.0,
         step_overhead_s=0.0,
         hop_latency_s=0.0,
         nic_usable_frac=1.0,

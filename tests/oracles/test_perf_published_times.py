@@ -12,6 +12,7 @@ import pytest
 
 from coral_core.catalog.hardware import load_gpus
 from coral_core.domain.workload import Phase
+from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.factors import load_factors
 from coral_core.perf.roofline import Step, layer_time
 from tests.fakes.perf_cases import lengths, model
@@ -54,7 +55,7 @@ def test_layer_times_are_near_helix_profiles(
         step=step,
         lengths=HELIX_LENGTHS,
         factors=load_factors(),
-        layer_overhead_s=15e-6,
+        assumptions=CapacityAssumptions(),
     )
     # Helix timed a layer by itself, without LM head.
     errors = (found.total_s - found.lm_head_s) / times - 1

@@ -27,10 +27,17 @@ def paper_price(name: str, region: str, config: str) -> float:
 
 def test_all_gpus_are_there_and_support_what_their_hardware_does():
     gpus = load_gpus()
-    assert set(gpus) == {"T4", "V100-16", "V100-32", "A10G", "L4", "L40S", "A100-40", "A100-80", "H100", "H200"}
-    assert {name for name, gpu in gpus.items() if "bf16" not in gpu.compute_flops_per_s} == {"T4", "V100-16", "V100-32"}
-    assert {name for name, gpu in gpus.items() if "fp8" in gpu.compute_flops_per_s} == {"L4", "L40S", "H100", "H200"}
-    assert {name for name, gpu in gpus.items() if gpu.link_kind is LinkKind.PCIE} == {"T4", "A10G", "L4", "L40S"}
+    old, new = {"T4", "V100-16", "V100-32"}, {"B200", "RTX-PRO-6000"}
+    assert set(gpus) == old | {"A10G", "L4", "L40S", "A100-40", "A100-80", "H100", "H200"} | new
+    assert {name for name, gpu in gpus.items() if "bf16" not in gpu.compute_flops_per_s} == old
+    assert {name for name, gpu in gpus.items() if "fp8" in gpu.compute_flops_per_s} == {
+        "L4",
+        "L40S",
+        "H100",
+        "H200",
+    } | new
+    pcie = {name for name, gpu in gpus.items() if gpu.link_kind is LinkKind.PCIE}
+    assert pcie == {"T4", "A10G", "L4", "L40S", "RTX-PRO-6000"}
 
 
 def test_peaks_are_dense_and_memory_is_what_is_visible():
@@ -144,6 +151,7 @@ def test_wrong_names_get_near_misses():
 
 GPU_ALIAS = {"A100-40": "A100-40GB-SXM", "A100-80": "A100-80GB-SXM", "H100": "H100-80GB-SXM", "H200": "H200-141GB-SXM"}
 GPU_ALIAS |= {"V100-16": "V100-16GB", "V100-32": "V100-32GB"}
+GPU_ALIAS |= {"B200": "B200-180GB-SXM", "RTX-PRO-6000": "RTX-PRO-6000-Server"}
 
 
 def read_reference(path: Path) -> list[dict[str, str]]:

@@ -164,7 +164,7 @@ def test_weight_only_quantisation_reads_fewer_bytes_and_computes_in_16_bit() -> 
 
 
 def test_fp8_units_are_used_where_their_efficiency_is_known() -> None:
-    both = Factors(efficiency={("toy", "bf16"): IDEAL, ("toy", "fp8"): IDEAL}, all_reduce=factors().all_reduce)
+    both = replace(factors(IDEAL), efficiency={("toy", "bf16"): IDEAL, ("toy", "fp8"): IDEAL})
     with_units = [node(nic=1e15, of=gpu(dtypes=("bf16", "fp8"), bandwidth=1e15))]
     slow = build(variant="bf16", phase=Phase.PREFILL, configs=with_units, using=both)
     fast = build(variant="fp8", phase=Phase.PREFILL, configs=with_units, using=both)
@@ -206,7 +206,7 @@ def test_layouts_divide_what_they_split() -> None:
     assert tensor_sizes(model(kv_heads=4), 8) == {1, 2, 4, 8}  # 8: every KV head twice
     assert tensor_sizes(model(intermediate=4098), 8) == {1, 2}
     assert tensor_sizes(model(moe=Moe(experts=8, top_k=2, intermediate=514)), 4) == {1, 2}
-    assert tensor_sizes(model(), 4, Factors(efficiency=factors().efficiency, all_reduce={})) == {1}
+    assert tensor_sizes(model(), 4, replace(factors(), all_reduce={})) == {1}
     assert Layout(tp=1, pp=8, dp=1) not in layouts(question(model(layers=6)), node(count=8))
 
 
@@ -273,7 +273,6 @@ def test_shipped_factors_are_shares_of_peaks_and_grow_slower_than_their_gemm() -
         shares = (
             row.gemm_bandwidth_frac,
             *row.gemm_peak_frac,
-            row.expert_peak_frac,
             row.attention_bandwidth_frac,
             *row.attention_peak_frac,
         )
@@ -281,7 +280,12 @@ def test_shipped_factors_are_shares_of_peaks_and_grow_slower_than_their_gemm() -
         # Else a GEMM with more rows would take less time, and laws of the search would fail.
         points = list(zip(GEMM_TOKENS, row.gemm_peak_frac, strict=True))
         assert all(b / a < y / x for (x, a), (y, b) in pairwise(points))
+    for kernel in shipped.experts.values():
+        assert all(0 < share <= 1 for share in (kernel.bandwidth_frac, kernel.peak_frac))
+        assert 0 <= kernel.fixed_s < 1e-3
+        assert 0 <= kernel.activation_passes < 20
     for gpu_name, _ in shipped.efficiency:
+        assert (gpu_name, "full") in shipped.experts
         assert all((gpu_name, size) in shipped.all_reduce for size in (2, 4, 8))
 
 

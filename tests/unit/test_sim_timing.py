@@ -92,7 +92,7 @@ def test_batches_of_mean_lengths_take_the_planners_time(model, config, layout, p
         step=step,
         lengths=LENGTHS,
         factors=what.factors,
-        layer_overhead_s=what.assumptions.layer_overhead_s,
+        assumptions=what.assumptions,
     )
     pairs = attended_tokens_per_prompt_token(what.shape, LENGTHS.mean_input_tokens)
     found = [

@@ -11,7 +11,7 @@ from coral_core.perf import capacity_table
 from coral_core.perf.capacity import runs_variant
 from coral_core.perf.factors import load_factors
 
-MODERN = {"A10G", "L4", "L40S", "A100-40", "A100-80", "H100", "H200"}
+MODERN = {"A10G", "L4", "L40S", "A100-40", "A100-80", "H100", "H200", "B200", "RTX-PRO-6000"}
 OLD = {"T4", "V100-16", "V100-32"}
 
 
@@ -68,7 +68,7 @@ def test_every_dense_model_has_its_weights_in_16_8_and_4_bits(model):
 def test_fp8_is_computed_as_such_where_hardware_and_factors_have_it_and_widened_elsewhere():
     factors, gpus = load_factors(), load_gpus()
     computed = {name: factors.compute_dtype(gpus[name], "fp8") for name in sorted(MODERN)}
-    assert {name for name, dtype in computed.items() if dtype == "fp8"} == {"L40S", "H100", "H200"}
+    assert {name for name, dtype in computed.items() if dtype == "fp8"} == {"L40S", "H100", "H200", "B200", "RTX-PRO-6000"}
     assert {dtype for dtype in computed.values() if dtype != "fp8"} == {"bf16"}
 
 
