@@ -46,6 +46,9 @@ app.command(
 app.command("coral_core.cli.reallocate:reallocate", name="reallocate", help="Plan, and make the fleet the plan.")
 app.command("coral_core.cli.teardown:teardown", name="teardown", help="Release all that a fleet holds.")
 app.command("coral_core.cli.demo:demo", name="demo", help="The main job on the scenario `tiny`, end to end.")
+app.command(
+    "coral_core.cli.serve_demo:serve_demo", name="serve-demo", help="The whole loop on this machine, with real engines."
+)
 app.command("coral_core.cli.simulate:simulate", name="simulate", help="One policy on a scenario, in the simulator.")
 app.command(
     "coral_core.cli.calibrate:calibrate", name="calibrate", help="How much of a capacity plans may count on, simulated."
