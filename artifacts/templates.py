@@ -24,8 +24,10 @@ from coral_core.placement.free_layouts import stage_layouts
 Ints = NDArray[np.int64]
 
 
-def template_table(table: CapacityTable, placed: PlacedCombinations) -> pa.Table:
+def template_table(table: CapacityTable, placed: PlacedCombinations, *, made_for: str = "") -> pa.Table:
     """The placements as template rows (`schemas.TEMPLATE_SCHEMA`), in their order.
+
+    `made_for` names the runtime whose layouts `table` is limited to; it then stands as the rows' method.
 
     A row's source is the worst and its error the largest of the configurations it uses; an unknown error stays unknown.
     Raises ValueError where `placed` contradicts itself or `table`: that is a bug of the placement method.
@@ -42,7 +44,7 @@ def template_table(table: CapacityTable, placed: PlacedCombinations) -> pa.Table
     absent = pa.nulls(n, pa.float64())
     is_aggregated = table.phase is Phase.AGGREGATED
     columns: dict[str, Any] = {
-        "template_id": _template_ids(table, placed),
+        "template_id": _template_ids(table, placed, made_for),
         "model": _constant(table.model, n),
         "variant": _constant(table.variant, n),
         "phase": _constant(table.phase.value, n),
@@ -57,7 +59,7 @@ def template_table(table: CapacityTable, placed: PlacedCombinations) -> pa.Table
         "stage_budget_frac": nodes.stage_budget_frac,
         "throughput_tokens_per_s": absent if is_aggregated else throughput,
         "throughput_requests_per_s": throughput if is_aggregated else absent,
-        "method": _constant(placed.method, n),
+        "method": _constant(made_for or placed.method, n),
         "source": pa.array([s.value for s in CapacitySource]).take(pa.array(source)),
         "error_frac": pa.array(error, mask=np.isnan(error)),
         "proven": pa.array(np.asarray(placed.proven, dtype=np.bool_)),
@@ -221,7 +223,7 @@ class _NodeTexts:
             self.stage_budget_frac = pa.ListArray.from_arrays(row_offsets, share, type=_type("stage_budget_frac"))
 
 
-def _template_ids(table: CapacityTable, placed: PlacedCombinations) -> pa.Array:
+def _template_ids(table: CapacityTable, placed: PlacedCombinations, made_for: str) -> pa.Array:
     """`domain.templates.template_id` of every row, the texts of equal stages made once.
 
     A stage is (layers, multiset of nodes); ranks of multisets follow the order of their sorted name lists, so that
@@ -247,7 +249,10 @@ def _template_ids(table: CapacityTable, placed: PlacedCombinations) -> pa.Array:
         for key in keys.ravel()[first].tolist()
     ]
     head = [table.model, table.variant, table.phase.value, *phase_bounds_s(table.phase, table.slo)]
-    opening, closing = json.dumps(head, separators=(",", ":"))[:-1] + ",[", "]]"
+    opening, closing = (
+        json.dumps(head, separators=(",", ":"))[:-1] + ",[",
+        f"],{json.dumps(made_for)}]" if made_for else "]]",
+    )
     sha256, letter = hashlib.sha256, table.phase.value[0]
     ids = []
     S = placed.stage_layers.shape[1]

@@ -21,6 +21,7 @@ from coral_core.config.resolve import ResolvedScenario
 from coral_core.config.scenario import LayerTimesSpec, LibraryMethod
 from coral_core.domain.capacity import CapacityTable
 from coral_core.domain.hardware import NodeConfig
+from coral_core.domain.launch import Runtime
 from coral_core.domain.models import ModelShape
 from coral_core.domain.workload import Lengths, Phase, Slo
 from coral_core.errors import InputError, StoreError
@@ -28,6 +29,7 @@ from coral_core.perf import CapacityAssumptions, capacity_table
 from coral_core.perf.budgets import budget_table
 from coral_core.perf.layer_times import LayerTimes, capacity_table_from_times
 from tasks.executor import Executor, Outcome
+from tasks.runtime_shards import runtime_shards
 from tasks.solve_shard import ShardSpec, add_statistics, combinations, solve_shard
 
 ILP_COMBINATIONS_PER_SHARD: Final = 25
@@ -76,7 +78,8 @@ class BuildSpec:
 
     `lattice_parts` splits the combinations of one table over so many shards, for clusters with more CPUs than tables;
     each part builds the smaller combinations' tables anew, so 1 is best on one machine. Dominated templates (DESIGN 3.5)
-    are dropped unless `keep_all`; integer programs keep all in any case.
+    are dropped unless `keep_all`; integer programs keep all in any case. For each of `runtimes` the library also has the best
+    placements that it can run, where capacities are estimated: measured times are of one layout.
     """
 
     library: str
@@ -91,6 +94,7 @@ class BuildSpec:
     keep_all: bool = False
     assumptions: CapacityAssumptions = field(default_factory=CapacityAssumptions)
     measured: MeasuredTimes | None = None
+    runtimes: tuple[Runtime, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise InputError for settings that cannot build anything."""
@@ -111,6 +115,18 @@ class BuildSpec:
         for (model, variant, phase, _), times in tables.items():
             if times > 1:
                 raise InputError(f"{model} ({variant}) is given {times} times for {phase} at one SLO", where="models")
+
+    def question(self, model: ModelBuild, phase: Phase) -> dict[str, Any]:
+        """What capacities of one model and phase are asked for, as keywords."""
+        return {
+            "shape": model.shape,
+            "variant": model.variant,
+            "phase": phase,
+            "slo": model.slo,
+            "lengths": model.lengths,
+            "configs": self.configs,
+            "assumptions": model.assumptions(self.assumptions),
+        }
 
 
 def build_spec_from_scenario(
@@ -143,6 +159,7 @@ def build_spec_from_scenario(
         keep_all=keep_all or scenario.library.keep_all,
         assumptions=CapacityAssumptions(allow_estimates=scenario.capacity.allow_estimates),
         measured=_measured(scenario.capacity.layer_times),
+        runtimes=scenario.runtimes or (),
     )
 
 
@@ -267,7 +284,7 @@ class Build:
                 shards_expected=len(self.shards),
                 created_at=clock.now(),
                 code_version=__version__,
-                inputs=_hash_by_name(shard.table for shard in self.shards),
+                inputs=_hash_by_name(shard.table for shard in self.shards if not shard.made_for),
                 parameters=_parameters(spec),
                 statistics=_summed(self.records),
                 allow_partial=allow_partial,
@@ -331,15 +348,7 @@ def capacity_tables(spec: BuildSpec) -> list[CapacityTable]:
     tables = []
     for model in spec.models:
         for phase in model.phases:
-            question: dict[str, Any] = {
-                "shape": model.shape,
-                "variant": model.variant,
-                "phase": phase,
-                "slo": model.slo,
-                "lengths": model.lengths,
-                "configs": spec.configs,
-                "assumptions": model.assumptions(spec.assumptions),
-            }
+            question = spec.question(model, phase)
             budgets = budget_table(**question) if spec.method == "lattice-free" else None
             tables.append(replace(table(max_stages=spec.n_max, **question), budgets=budgets))
     return tables
@@ -367,7 +376,7 @@ def plan_shards(spec: BuildSpec) -> list[ShardSpec]:
             )
             for part in range(parts)
         ]
-    return shards
+    return [*shards, *runtime_shards(spec)]
 
 
 def manifest_rows(manifest: Manifest) -> list[dict[str, object]]:
@@ -397,6 +406,7 @@ def _parameters(spec: BuildSpec) -> dict[str, object]:
         "rho": spec.rho,
         "ilp_time_limit_s": spec.ilp_time_limit_s,
         "keep_all": spec.keep_all,
+        **({"runtimes": [runtime.value for runtime in spec.runtimes]} if spec.runtimes else {}),
         "configs": [config.name for config in spec.configs],
         "assumptions": spec.assumptions,
         "lengths": {model.shape.name: model.lengths for model in spec.models},

@@ -48,7 +48,7 @@ from tasks.plan_documents import (
     plan_document,
     selections,
 )
-from tasks.runtimes import Scope, recorded_scope, runtimes_document, scope_of, state_runtimes
+from tasks.runtimes import Scope, made_for_runtimes, recorded_scope, runtimes_document, scope_of, state_runtimes
 
 BASELINES = {"homo": homo, "homo_joint": homo_joint, "cauchy": cauchy}
 
@@ -87,7 +87,7 @@ def make_plan(
     templates that one of `runtimes` can run are used (default: the scenario's; where it names none, all), and what that costs
     is stated. Raises DataGapError where the snapshot lacks a model, variant, phase or SLO of the scenario.
     """
-    rows = scenario_templates(resolved, snapshot)
+    rows = scenario_templates(resolved, snapshot, for_runtimes=True)
     facts = {model.shape.name: ModelFacts.of(model.shape) for model in resolved.models}
     scope = scope_of(rows, facts, resolved.scenario.runtimes if runtimes is None else runtimes)
 
@@ -144,8 +144,10 @@ def _baselines(problem: AllocationProblem) -> tuple[dict[str, AllocationResult],
     return answers, left_out
 
 
-def scenario_templates(resolved: ResolvedScenario, snapshot: LibrarySnapshot) -> pa.Table:
-    """The snapshot's rows of the scenario's models, variants, phases and SLOs.
+def scenario_templates(
+    resolved: ResolvedScenario, snapshot: LibrarySnapshot, *, for_runtimes: bool = False
+) -> pa.Table:
+    """The snapshot's rows of the scenario's models, variants, phases and SLOs; `for_runtimes`: those made for one too.
 
     Raises DataGapError where the snapshot was built from other inputs than the scenario's (`stale_inputs`).
     """
@@ -157,12 +159,18 @@ def scenario_templates(resolved: ResolvedScenario, snapshot: LibrarySnapshot) ->
             where=f"scenario {resolved.scenario.name}",
             fix="build it again with `coral library build`; unchanged shards are reused",
         )
-    return selected_templates(selections(resolved), snapshot)
+    return selected_templates(selections(resolved), snapshot, for_runtimes=for_runtimes)
 
 
-def selected_templates(chosen: Sequence[Mapping[str, Any]], snapshot: LibrarySnapshot) -> pa.Table:
-    """The snapshot's rows that any of the selections names: model, variant, phases, SLO."""
-    return selected_rows(chosen, snapshot.read(models=list(dict.fromkeys(item["model"] for item in chosen))))
+def selected_templates(
+    chosen: Sequence[Mapping[str, Any]], snapshot: LibrarySnapshot, *, for_runtimes: bool = False
+) -> pa.Table:
+    """The snapshot's rows that any of the selections names: model, variant, phases, SLO.
+
+    Those made for a runtime stand beside the best of all and never give more, so they are left out unless asked for.
+    """
+    rows = selected_rows(chosen, snapshot.read(models=list(dict.fromkeys(item["model"] for item in chosen))))
+    return rows if for_runtimes else rows.filter(pc.invert(made_for_runtimes(rows)))
 
 
 def selected_rows(chosen: Sequence[Mapping[str, Any]], rows: pa.Table) -> pa.Table:
@@ -188,6 +196,11 @@ def stale_inputs(resolved: ResolvedScenario, snapshot: LibrarySnapshot) -> list[
         for name in ("n_max", "rho")
         if manifest.parameters.get(name) != getattr(spec, name)
     ]
+    made_for = manifest.parameters.get("runtimes")
+    known = made_for if isinstance(made_for, list) else []
+    lacking = [runtime.value for runtime in spec.runtimes if runtime.value not in known]
+    if lacking:
+        stale.append(f"it has no templates made for {', '.join(lacking)}")
     built_by = manifest.parameters.get("method")
     if built_by != spec.method and "lattice-free" in (built_by, spec.method):  # the others have the same optimum
         stale.append(f"method is {built_by!r}, not {spec.method!r}")
@@ -261,7 +274,10 @@ def _demand_row(row: Mapping[str, Any]) -> DemandRow:
 
 
 def _recorded_scope(decision: Mapping[str, Any], snapshot: LibrarySnapshot) -> Scope:
-    return recorded_scope(selected_templates(decision["templates"], snapshot), decision.get("runtimes"))
+    return recorded_scope(
+        selected_templates(decision["templates"], snapshot, for_runtimes="runtimes" in decision),
+        decision.get("runtimes"),
+    )
 
 
 def explain_template(decision: Mapping[str, Any], snapshot: LibrarySnapshot, template: str) -> dict[str, Any]:

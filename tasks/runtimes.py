@@ -89,6 +89,12 @@ class Scope:
         return int(pc.index(self.rows["template_id"], template).as_py())
 
 
+def made_for_runtimes(rows: pa.Table) -> pa.ChunkedArray:
+    """Which rows hold placements that were made for a runtime (`tasks.runtime_shards`), as booleans."""
+    starts = [pc.starts_with(rows["method"], runtime.value) for runtime in Runtime]
+    return pc.or_(*starts)
+
+
 def scope_of(rows: pa.Table, models: Mapping[str, ModelFacts], allowed: Iterable[Runtime] | None) -> Scope:
     """The rows with what stands in the way of each. `models` has the facts of every model among them."""
     return Scope(

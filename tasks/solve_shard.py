@@ -18,6 +18,7 @@ from coral_core.config.scenario import LibraryMethod
 from coral_core.domain.capacity import CapacityTable
 from coral_core.domain.placement import PlacedCombinations
 from coral_core.placement import enumerate_combinations, placement_method, verify_placed
+from coral_core.placement.chain import ChainPlacement
 from coral_core.placement.combinations import split_rows
 from coral_core.placement.dominance import DominancePass, rows_with_placement
 from coral_core.placement.free_layouts import stage_layouts
@@ -41,7 +42,8 @@ class ShardSpec:
     """All that one shard is made from: part `part` of `parts` of the combinations of one capacity table.
 
     The table carries the model, the latency bounds and the hardware as far as they matter; prices are not in it, so a
-    price never makes a library stale. Picklable.
+    price never makes a library stale. Picklable. `made_for` names the runtime whose layouts the table is limited to, and
+    stands in the shard's name as its method; `chain` lays out one node per stage.
     """
 
     library: str
@@ -53,6 +55,8 @@ class ShardSpec:
     part: int = 0
     parts: int = 1
     keep_all: bool = False
+    made_for: str = ""
+    chain: bool = False
 
     @property
     def prunes(self) -> bool:
@@ -72,7 +76,7 @@ class ShardSpec:
             phase=self.table.phase,
             ttft_s=self.table.slo.ttft_s,
             tpot_s=self.table.slo.tpot_s,
-            method=self.method,
+            method=self.made_for or self.method,
             part=self.part,
             parts=self.parts,
             inputs_hash=self.inputs_hash,
@@ -81,7 +85,7 @@ class ShardSpec:
     @property
     def inputs_hash(self) -> str:
         """Hash of the table's content and of the settings that the method reads."""
-        settings = {
+        settings: dict[str, object] = {
             "solve_version": SOLVE_VERSION,
             "n_max": self.n_max,
             "rho": self.rho,
@@ -89,6 +93,8 @@ class ShardSpec:
             "prunes": self.prunes,
             "ilp_time_limit_s": self.ilp_time_limit_s if self.method == "ilp" else None,
         }
+        if self.made_for:
+            settings |= {"made_for": self.made_for, "chain": self.chain}
         return sha256_hex(canonical_json([table_hash(self.table), settings]))
 
 
@@ -142,7 +148,9 @@ def solve_shard(spec: ShardSpec, store_url: str) -> ShardRecord:
     writer = ShardWriter(spec.key)
     for placed in shard_templates(spec, statistics):
         for first in range(0, len(placed), PIECE_ROWS):
-            writer.add(template_table(spec.table, _rows_of(placed, slice(first, first + PIECE_ROWS))))
+            writer.add(
+                template_table(spec.table, _rows_of(placed, slice(first, first + PIECE_ROWS)), made_for=spec.made_for)
+            )
     statistics |= {"shard_s": perf_counter() - start_s, "shard_core_s": process_time() - start_core_s}
     return writer.store(store, spec.library, statistics=statistics)
 
@@ -161,12 +169,13 @@ def shard_templates(spec: ShardSpec, statistics: dict[str, float]) -> Iterator[P
         chosen = DominancePass(counts).with_sub_multisets(mine) if spec.prunes else mine
         counts, mine = counts[chosen], mine[chosen]
     dominance = DominancePass(counts) if spec.prunes else None
-    method = placement_method(spec.method, time_limit_s=spec.ilp_time_limit_s)
+    solver = placement_method(spec.method, time_limit_s=spec.ilp_time_limit_s)
+    place = ChainPlacement().place if spec.chain else solver.place
     tally: dict[str, float] = dict.fromkeys(("with_idle_nodes", "dominated", "placed_besides", "solve_core_s"), 0)
     for first in range(0, max(len(counts), 1), BLOCK_ROWS):
         block, in_part = counts[first : first + BLOCK_ROWS], mine[first : first + BLOCK_ROWS]
         started_s = process_time()
-        placed = method.place(spec.table, block)
+        placed = place(spec.table, block)
         tally["solve_core_s"] += process_time() - started_s
         if placed.stage_budget_frac is None:
             verify_placed(spec.table, placed)

@@ -86,15 +86,16 @@ class ServingTemplate:
         return value
 
 
-def template_id(*, model: str, variant: str, phase: Phase, slo: Slo, placement: Placement) -> str:
+def template_id(*, model: str, variant: str, phase: Phase, slo: Slo, placement: Placement, made_for: str = "") -> str:
     """A stable id: hash of what the template *is*, not of its throughput.
 
     A new profile must not rename the running fleet (DESIGN 5), so no capacity figure enters. Stage order and the
     order of nodes inside a stage do not matter to what runs, hence both are sorted. Of the SLO only what binds the
-    phase enters: another TPOT leaves prefill templates what they are.
+    phase enters: another TPOT leaves prefill templates what they are. `made_for` names the runtime whose layouts inside the
+    nodes it has, where it was made for one: the same stages may be laid out otherwise for another.
     """
     stages = sorted((stage.layers, sorted(stage.nodes)) for stage in placement.stages)
-    identity = [model, variant, phase.value, *phase_bounds_s(phase, slo), stages]
+    identity = [model, variant, phase.value, *phase_bounds_s(phase, slo), stages, *([made_for] if made_for else [])]
     digest = hashlib.sha256(json.dumps(identity, separators=(",", ":")).encode()).hexdigest()
     return f"{phase.value[0]}-{digest[:16]}"
 
