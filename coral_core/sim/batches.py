@@ -1,11 +1,10 @@
-"""What a node computes next: continuous batching with chunked prefill, by the rules of vLLM's scheduler.
+"""What an entry node computes next: continuous batching with chunked prefill, by the rules of vLLM's scheduler.
 
-At an entry node (first stage) of an instance, within a budget of tokens per iteration: running requests first, one
-token for each that decodes and then chunks of prompts under way; then new requests, first come first served, while
-there is room for their KV and none had to be preempted. So that `micro_batches` are in flight in a pipeline, a
-batch takes at most a share 1/micro_batches of the decoding requests bound to the node; and so that there are no more of
-them (each costs every request a step), it waits until more than 1/(micro_batches + 1) of those are back from their round.
-Nodes of later stages take what reached them in the same order of kinds, chunks undivided.
+Within a budget of tokens per iteration: running requests first, one token for each that decodes and then chunks of prompts
+under way; then new requests, first come first served, while there is room for their KV and none had to be preempted. So
+that `micro_batches` are in flight in a pipeline, a batch takes at most a share 1/micro_batches of the decoding requests
+bound to the node; and so that there are no more of them (each costs every request a step), decoding waits until more than
+1/(micro_batches + 1) of the instance's (one stage: the node's) are back from their round.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from coral_core.sim.blocks import attended_pairs, blocks_for, has_room, kept_tok
 from coral_core.sim.columns import (
     F_KEPT,
     F_PAIRS,
-    I_MAX_SEQS,
-    I_MAX_TOKENS,
     I_MICRO_BATCHES,
     MOVING,
     N_BATCH_DECODES,
@@ -23,12 +20,10 @@ from coral_core.sim.columns import (
     N_BATCH_ROWS,
     N_BATCH_TAIL,
     N_BATCH_TOKENS,
-    N_DECODE_HEAD,
-    N_DECODE_TAIL,
     N_INSTANCE,
     N_LIVE,
-    N_PREFILL_HEAD,
-    N_PREFILL_TAIL,
+    N_MAX_SEQS,
+    N_MAX_TOKENS,
     N_RUNNING,
     PREFILLING,
     Q_SCHEDULED,
@@ -38,14 +33,11 @@ from coral_core.sim.columns import (
     R_SOURCE_BLOCKS,
     R_STATE,
     R_TARGET,
-    R_VERSION,
     T_DECODE,
     T_EMITS,
-    T_NEXT,
     T_REQUEST,
     T_START,
     T_TOKENS,
-    T_VERSION,
     WAITING,
     Z_RESERVE_FULL,
 )
@@ -55,7 +47,6 @@ from coral_core.sim.queues import (
     append_item,
     arrived_list,
     decode_list,
-    free_item,
     new_item,
     prefill_list,
     start_running,
@@ -66,15 +57,14 @@ from coral_core.sim.waiting import stop_waiting
 from coral_core.sim.world import World
 
 
-def form_entry_batch(w: World, n: int) -> None:
-    """Fill the batch of an idle entry node; it stays empty where nothing can run."""
+def form_entry_batch(w: World, n: int, decodes: int) -> None:
+    """Fill the batch of an entry node, with decoding requests if `decodes` is 1; it stays empty where nothing can run."""
     i = w.node[n, N_INSTANCE]
-    _clear_batch(w, n)
-    _admit_arrived(w, n)
-    budget = w.inst[i, I_MAX_TOKENS]
+    clear_batch(w, n)
+    budget = w.node[n, N_MAX_TOKENS]
     preempted = 0
     most = _share(w.node[n, N_LIVE], w.inst[i, I_MICRO_BATCHES])
-    r = w.lists[decode_list(w, n), 0] if _has_batch(w, n, w.inst[i, I_MICRO_BATCHES]) else -1
+    r = w.lists[decode_list(w, n), 0] if decodes == 1 else -1
     while r >= 0 and w.node[n, N_BATCH_DECODES] < most and w.node[n, N_BATCH_TOKENS] < budget:
         preempted += make_room(w, r, w.req[r, R_COMPUTED] + 1)
         if w.req[r, R_STATE] == WAITING:
@@ -93,23 +83,27 @@ def form_entry_batch(w: World, n: int) -> None:
         _admit(w, n, budget)
 
 
-def _has_batch(w: World, n: int, micro_batches: int) -> bool:
-    """Whether enough decoding requests are back for a batch of their own, or go along with a prompt's next chunk."""
-    if w.lists[prefill_list(w, n), 0] >= 0:
-        return True
-    back, live = 0, w.node[n, N_LIVE]
-    r = w.lists[decode_list(w, n), 0]
-    while r >= 0 and back * (micro_batches + 1) <= live:
-        back += 1
-        r = w.req[r, R_NEXT]
+def has_batch(w: World, first: int, end: int, micro_batches: int) -> bool:
+    """Whether enough decoding requests of these entry nodes are back for a batch, or go along with a prompt's next chunk."""
+    live = 0
+    for n in range(first, end):
+        if w.lists[prefill_list(w, n), 0] >= 0:
+            return True
+        live += w.node[n, N_LIVE]
+    back = 0
+    for n in range(first, end):
+        r = w.lists[decode_list(w, n), 0]
+        while r >= 0 and back * (micro_batches + 1) <= live:
+            back += 1
+            r = w.req[r, R_NEXT]
     return bool(back * (micro_batches + 1) > live)
 
 
-def _admit_arrived(w: World, n: int) -> None:
-    """Let requests decode whose KV is there."""
+def admit_arrived(w: World, n: int) -> None:
+    """Let requests decode whose KV is there; before every batch."""
     i = w.node[n, N_INSTANCE]
     r = w.lists[arrived_list(w, n), 0]
-    while r >= 0 and w.node[n, N_RUNNING] < w.inst[i, I_MAX_SEQS]:
+    while r >= 0 and w.node[n, N_RUNNING] < w.node[n, N_MAX_SEQS]:
         unlink(w, r)
         stop_waiting(w, r)
         start_running(w, i, r)
@@ -121,9 +115,8 @@ def _admit_arrived(w: World, n: int) -> None:
 
 def send_for_kv(w: World, n: int) -> None:
     """Give room to the requests at the head of the queue whose KV was computed elsewhere, and have it sent."""
-    i = w.node[n, N_INSTANCE]
     r = w.lists[waiting_list(w, n), 0]
-    while r >= 0 and w.req[r, R_SOURCE_BLOCKS] > 0 and w.node[n, N_RUNNING] < w.inst[i, I_MAX_SEQS]:
+    while r >= 0 and w.req[r, R_SOURCE_BLOCKS] > 0 and w.node[n, N_RUNNING] < w.node[n, N_MAX_SEQS]:
         blocks = blocks_for(w, w.req[r, R_MODEL], w.req[r, R_TARGET])
         if not has_room(w, r, blocks):
             break
@@ -145,7 +138,7 @@ def _admit(w: World, n: int, budget: int) -> None:
     """
     i = w.node[n, N_INSTANCE]
     r = w.lists[waiting_list(w, n), 0]
-    while r >= 0 and w.node[n, N_BATCH_TOKENS] < budget and w.node[n, N_RUNNING] < w.inst[i, I_MAX_SEQS]:
+    while r >= 0 and w.node[n, N_BATCH_TOKENS] < budget and w.node[n, N_RUNNING] < w.node[n, N_MAX_SEQS]:
         m, target = w.req[r, R_MODEL], w.req[r, R_TARGET]
         moves = w.req[r, R_SOURCE_BLOCKS] > 0
         chunk = target if moves else min(target, budget - w.node[n, N_BATCH_TOKENS])
@@ -170,43 +163,16 @@ def _schedule(w: World, n: int, r: int, tokens: int, decode: int) -> None:
     """Put the request's next tokens into the batch of its entry node."""
     unlink(w, r)
     emits = 1 if decode == 1 or w.req[r, R_COMPUTED] + tokens == w.req[r, R_TARGET] else 0
-    _add(w, n, new_item(w, r, tokens, decode, emits))
+    add_item(w, n, new_item(w, r, tokens, decode, emits))
     w.req[r, R_COMPUTED] += tokens
-
-
-def form_inner_batch(w: World, n: int) -> None:
-    """Fill the batch of an idle node of a later stage from what reached it; drops what is void by now."""
-    i = w.node[n, N_INSTANCE]
-    _clear_batch(w, n)
-    most = _share(w.node[n, N_LIVE], w.inst[i, I_MICRO_BATCHES])
-    while w.node[n, N_DECODE_HEAD] >= 0 and w.node[n, N_BATCH_DECODES] < most:
-        _take_or_drop(w, n, N_DECODE_HEAD, N_DECODE_TAIL)
-    budget = w.inst[i, I_MAX_TOKENS]
-    decodes = w.node[n, N_BATCH_TOKENS]
-    while w.node[n, N_PREFILL_HEAD] >= 0:
-        tokens = w.item[w.node[n, N_PREFILL_HEAD], T_TOKENS]
-        # The first chunk always goes: it was cut to fit the entry node's budget, and decodes never cease here.
-        if w.node[n, N_BATCH_TOKENS] > decodes and w.node[n, N_BATCH_TOKENS] + tokens > budget:
-            break
-        _take_or_drop(w, n, N_PREFILL_HEAD, N_PREFILL_TAIL)
-
-
-def _take_or_drop(w: World, n: int, head: int, tail: int) -> None:
-    item = w.node[n, head]
-    w.node[n, head] = w.item[item, T_NEXT]
-    if w.node[n, head] < 0:
-        w.node[n, tail] = -1
-    if w.item[item, T_VERSION] == w.req[w.item[item, T_REQUEST], R_VERSION]:
-        _add(w, n, item)
-    else:
-        free_item(w, item)
 
 
 def _share(live: int, micro_batches: int) -> int:
     return max((live + micro_batches - 1) // micro_batches, 1)
 
 
-def _clear_batch(w: World, n: int) -> None:
+def clear_batch(w: World, n: int) -> None:
+    """Begin a batch."""
     w.node[n, N_BATCH_HEAD] = -1
     w.node[n, N_BATCH_TAIL] = -1
     w.node[n, N_BATCH_TOKENS] = 0
@@ -216,7 +182,7 @@ def _clear_batch(w: World, n: int) -> None:
     w.nodef[n, F_PAIRS] = 0.0
 
 
-def _add(w: World, n: int, item: int) -> None:
+def add_item(w: World, n: int, item: int) -> None:
     """Append an item to the node's batch and to what its time depends on."""
     append_item(w, n, N_BATCH_HEAD, N_BATCH_TAIL, item)
     m = w.req[w.item[item, T_REQUEST], R_MODEL]

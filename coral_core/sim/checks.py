@@ -22,6 +22,9 @@ from coral_core.sim.inputs import (
     SimRequests,
 )
 
+MAX_STEPS = 1024
+"""Steps under way in a pipeline for which there is room."""
+
 
 def check_input(given: SimInput) -> None:
     """Raises InputError for the first thing that does not make sense."""
@@ -81,6 +84,8 @@ def _check_instance(instance: SimInstance, given: SimInput) -> None:
     _check_positive(instance.weight, f"{where}.weight")
     for name in ("max_batched_tokens", "max_running_requests", "max_outstanding_requests", "micro_batches"):
         _check_number(getattr(instance, name), f"{where}.{name}", least=1, most=UNLIMITED)
+    if len(instance.stages) > 1:
+        _check_number(instance.micro_batches, f"{where}.micro_batches", most=MAX_STEPS)
     _check_number(instance.hop_s, f"{where}.hop_s")
     _check_number(instance.boot_s, f"{where}.boot_s")
     for s, stage in enumerate(instance.stages):
@@ -89,6 +94,8 @@ def _check_instance(instance: SimInstance, given: SimInput) -> None:
             place = f"{where}.stages[{s}].nodes[{k}]"
             _check_number(node.kv_blocks, f"{place}.kv_blocks", least=1, most=UNLIMITED)
             _check_positive(node.weight, f"{place}.weight")
+            for name in ("max_batched_tokens", "max_running_requests"):
+                _check_number(getattr(node, name), f"{place}.{name}", least=1, most=UNLIMITED)
             _check_positive(node.nic_bytes_per_s, f"{place}.nic_bytes_per_s", finite=False)
             _check_timing(node.timing, f"{place}.timing")
     if instance.phase is Phase.PREFILL:

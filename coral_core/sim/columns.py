@@ -6,7 +6,7 @@ compiled from the same source that runs as it is.
 
 from __future__ import annotations
 
-# World.fixed: sizes and switches.
+# World.fixed: sizes and switches. Z_PARTS are the rows of World.part for each of World.step.
 (
     Z_POOLS,
     Z_NODES,
@@ -21,8 +21,9 @@ from __future__ import annotations
     Z_LEAST_WORK,
     Z_HEAP_MARGIN,
     Z_ITEM_MARGIN,
+    Z_PARTS,
     Z_COLUMNS,
-) = range(14)
+) = range(15)
 
 # World.counter: what moves as the run goes on.
 (
@@ -85,10 +86,11 @@ Q_ARRIVAL, Q_SCHEDULED, Q_FIRST, Q_DECODE, Q_FINISH, Q_COLUMNS = range(6)
 # States of a request.
 FUTURE, QUEUED, WAITING, PREFILLING, DECODING, MOVING, DONE, FAILED, REJECTED, TOO_LONG = range(10)
 
-# World.item: one request's tokens in one pass through the pipeline.
-T_REQUEST, T_VERSION, T_TOKENS, T_START, T_DECODE, T_EMITS, T_NEXT, T_COLUMNS = range(8)
+# World.item: one request's tokens in one pass through the pipeline. T_STEP is the step of its instance that it is part of.
+T_REQUEST, T_VERSION, T_TOKENS, T_START, T_DECODE, T_EMITS, T_STEP, T_NEXT, T_COLUMNS = range(9)
 
-# World.inst and World.instf.
+# World.inst and World.instf. Of a pipeline's steps, counted from 0: I_FORMED are scheduled, I_MERGED of them done;
+# I_FIRST_STEP is the first of its I_MICRO_BATCHES rows of World.step.
 (
     I_POOL,
     I_NEXT_POOL,
@@ -99,14 +101,15 @@ T_REQUEST, T_VERSION, T_TOKENS, T_START, T_DECODE, T_EMITS, T_NEXT, T_COLUMNS = 
     I_INCARNATION,
     I_OUTSTANDING,
     I_MAX_OUTSTANDING,
-    I_MAX_TOKENS,
-    I_MAX_SEQS,
     I_MICRO_BATCHES,
+    I_FIRST_STEP,
+    I_FORMED,
+    I_MERGED,
     I_RUN_HEAD,
     I_RUN_TAIL,
     I_GROUP,
     I_COLUMNS,
-) = range(16)
+) = range(17)
 J_BOOT, J_HOP, J_SINCE, J_COLUMNS = range(4)
 # States of an instance.
 OFF, BOOTING, READY, DRAINING, BROKEN = range(5)
@@ -117,7 +120,8 @@ ROUTE_CREDIT, ROUTE_WEIGHT, ROUTE_OPEN, ROUTE_WORK, ROUTE_ROWS = range(5)
 # World.stage.
 S_FIRST, S_END, S_FIRST_LAYER, S_END_LAYER, S_COLUMNS = range(5)
 
-# World.node and World.nodef. N_RUNNING counts what entered at this (entry) node, N_LIVE the decoding ones bound to it.
+# World.node and World.nodef. N_RUNNING counts what entered at this (entry) node, N_LIVE the decoding ones bound to it;
+# N_NEXT_STEP is the step whose part it computes next.
 (
     N_INSTANCE,
     N_STAGE,
@@ -130,18 +134,22 @@ S_FIRST, S_END, S_FIRST_LAYER, S_END_LAYER, S_COLUMNS = range(5)
     N_PENDING,
     N_RUNNING,
     N_LIVE,
-    N_DECODE_HEAD,
-    N_DECODE_TAIL,
-    N_PREFILL_HEAD,
-    N_PREFILL_TAIL,
+    N_MAX_TOKENS,
+    N_MAX_SEQS,
+    N_NEXT_STEP,
     N_BATCH_HEAD,
     N_BATCH_TAIL,
     N_BATCH_TOKENS,
     N_BATCH_DECODES,
     N_BATCH_ROWS,
     N_COLUMNS,
-) = range(21)
+) = range(20)
 F_KEPT, F_PAIRS, F_BUSY_SINCE, F_KV_SINCE, F_DELAY, F_DELIVERED, F_COLUMNS = range(7)
+
+# World.step: a step under way: its number (-1: the row is free), its items that are not through yet, and those that are.
+Y_NUMBER, Y_LEFT, Y_HEAD, Y_TAIL, Y_COLUMNS = range(5)
+# World.part: what a node has of a step: items that are there, and how many are still on their way.
+V_HEAD, V_TAIL, V_DUE, V_COLUMNS = range(4)
 
 # World.nic: rate, and when each direction is free again for activations and for KV transfers.
 X_RATE, X_OUT, X_IN, X_KV_OUT, X_KV_IN, X_COLUMNS = range(6)

@@ -29,13 +29,14 @@ from coral_core.sim import (
     network,
     pipeline,
     queues,
+    steps,
     waiting,
 )
 from coral_core.sim.world import World
 
 _MODULES: tuple[ModuleType, ...] = (
     *(admission, least_work, round_robin, scale_down),
-    *(queues, instances, waiting, blocks, network, batches, journey, pipeline, lifecycle, loop),
+    *(queues, instances, waiting, blocks, network, batches, journey, steps, pipeline, lifecycle, loop),
 )
 
 _OPTIONS: dict[str, Any] = {"_nrt": False, "error_model": "numpy"}

@@ -1,7 +1,8 @@
 """From serving templates to the simulator's instances: internal layouts, engine limits and micro-batches.
 
 An engine's batch of mean lengths is as large as its stage's share of the SLO (hop included) and its memory allow, by the
-rules of T^ (`perf.search`); its limits follow from that batch.
+rules of T^ (`perf.search`); its limits follow from that batch. In a pipeline steps pass through all stages, split by the
+nodes' weights, so the node of the first stage that counts most gets most of what a step may hold.
 """
 
 from __future__ import annotations
@@ -91,24 +92,26 @@ def sim_instance(
     ]
     hop_s = served.assumptions.hop_latency_s if len(stages) > 1 else 0.0
     if template.phase is Phase.PREFILL:
-        micro_batches, running = _micro_batches(engines, hop_s), served.assumptions.max_batch_requests
+        micro_batches, running = _micro_batches(served, engines, hop_s), math.inf
     else:
         micro_batches, size = _rounds(served, template.phase, engines, slo_s=slo_s, hop_s=hop_s)
-        running = max(micro_batches * size // sum(engine.layout.dp for engine in engines[0]), 1)
-    batched_tokens = _batched_tokens(template.phase, engines)
+        running = float(micro_batches * size)
+    nodes = [
+        _nodes(
+            served, row, s, _batched_tokens(template.phase, engines, row), running=running, block_tokens=block_tokens
+        )
+        for s, row in enumerate(engines)
+    ]
     return SimInstance(
         name=name,
         model=template.model,
         phase=template.phase,
-        stages=tuple(
-            SimStage(layers=stage.layers, nodes=_nodes(served, row, s, batched_tokens, block_tokens))
-            for s, (stage, row) in enumerate(zip(stages, engines, strict=True))
-        ),
+        stages=tuple(SimStage(layers=stage.layers, nodes=row) for stage, row in zip(stages, nodes, strict=True)),
         weight=_requests_per_s(served, template),
         region=region,
         template=template.template_id,
-        max_batched_tokens=batched_tokens,
-        max_running_requests=running,
+        max_batched_tokens=max(node.max_batched_tokens for node in nodes[0]),
+        max_running_requests=max(node.max_running_requests for node in nodes[0]),
         micro_batches=micro_batches,
         hop_s=hop_s,
         boot_s=boot_s,
@@ -239,10 +242,28 @@ def _iteration_s(timing: NodeTiming, batch: _Batch) -> float:
     return timing.iteration_s(tokens=batch.tokens, rows=batch.rows, kept_tokens=batch.kept_tokens, pairs=batch.pairs)
 
 
-def _batched_tokens(phase: Phase, engines: Sequence[Sequence[_Engine]]) -> int:
-    """The engines' budget of tokens per iteration: that of the tightest node; for decode, room for every batch."""
-    tokens = [math.ceil(engine.batch.tokens) for stage in engines for engine in stage]
-    return max(max(tokens) if phase is Phase.DECODE else min(tokens), LEAST_CHUNK_TOKENS)
+def _batched_tokens(phase: Phase, engines: Sequence[Sequence[_Engine]], stage: Sequence[_Engine]) -> list[int]:
+    """Budgets of tokens per iteration of a stage's replicas; for decode, room for every batch."""
+    if phase is Phase.DECODE:
+        tokens = [max(engine.batch.tokens for row in engines for engine in row)] * len(stage)
+    elif len(engines) == 1:
+        tokens = [engine.batch.tokens for engine in stage]
+    else:
+        tokens = [_step_tokens(engines) * share for share in _shares(stage)]
+    return [max(math.ceil(count), LEAST_CHUNK_TOKENS) for count in tokens]
+
+
+def _step_tokens(engines: Sequence[Sequence[_Engine]]) -> float:
+    """Tokens of a pipeline's step that give no replica, which gets its share of them, more than its largest batch."""
+    return min(
+        engine.batch.tokens / share for stage in engines for engine, share in zip(stage, _shares(stage), strict=True)
+    )
+
+
+def _shares(stage: Sequence[_Engine]) -> list[float]:
+    """The share of a stage's work that one replica of each of its nodes gets."""
+    weights = sum(engine.weight for engine in stage)
+    return [engine.weight / weights / engine.layout.dp for engine in stage]
 
 
 def _rounds(
@@ -303,24 +324,44 @@ def _token_hop_s(served: Served, config: NodeConfig, layout: Layout) -> float:
     return token_bytes / (config.nic_bytes_per_s * served.assumptions.nic_usable_frac)
 
 
-def _micro_batches(engines: Sequence[Sequence[_Engine]], hop_s: float) -> int:
+def _micro_batches(served: Served, engines: Sequence[Sequence[_Engine]], hop_s: float) -> int:
     """As many as fill the way round, stage by stage and hop by hop, while the slowest node computes one after another."""
-    round_s = sum(max(engine.timing.depth * engine.iteration_s for engine in stage) + hop_s for stage in engines)
-    slowest_s = max(engine.iteration_s for stage in engines for engine in stage)
-    return max(len(engines), math.ceil(round_s / slowest_s - FILLED_FRAC))
+    steps_s = [[engine.iteration_s for engine in stage] for stage in engines]
+    if len(engines) > 1:
+        tokens = _step_tokens(engines)
+        steps_s = [
+            [
+                _iteration_s(engine.timing, _batch(served, Phase.PREFILL, tokens * share))
+                for engine, share in zip(stage, _shares(stage), strict=True)
+            ]
+            for stage in engines
+        ]
+    round_s = sum(
+        max(engine.timing.depth * step_s for engine, step_s in zip(stage, row, strict=True)) + hop_s
+        for stage, row in zip(engines, steps_s, strict=True)
+    )
+    return max(len(engines), math.ceil(round_s / max(map(max, steps_s)) - FILLED_FRAC))
 
 
 def _nodes(
-    served: Served, engines: Sequence[_Engine], s: int, batched_tokens: int, block_tokens: int
+    served: Served,
+    engines: Sequence[_Engine],
+    s: int,
+    batched_tokens: Sequence[int],
+    *,
+    running: float,
+    block_tokens: int,
 ) -> tuple[SimNode, ...]:
+    """The replicas of a stage's nodes; of the `running` requests each has its share, in whole ones, at least one."""
     nodes: list[SimNode] = []
-    for k, engine in enumerate(engines):
+    limit = served.assumptions.max_batch_requests
+    for k, (engine, share, tokens) in enumerate(zip(engines, _shares(engines), batched_tokens, strict=True)):
         blocks = kv_blocks(
             served,
             engine.config,
             engine.layers,
             engine.layout,
-            batch_tokens=batched_tokens,
+            batch_tokens=tokens,
             rows=engine.batch.rows,
             block_tokens=block_tokens,
         )
@@ -330,6 +371,8 @@ def _nodes(
             timing=engine.timing,
             kv_blocks=blocks,
             weight=engine.weight / engine.layout.dp,
+            max_batched_tokens=tokens,
+            max_running_requests=limit if math.isinf(running) else max(math.ceil(running * share), 1),
             nic_bytes_per_s=engine.config.nic_bytes_per_s * served.assumptions.nic_usable_frac,
             machine=f"stage{s}/node{k}",
         )

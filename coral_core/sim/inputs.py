@@ -61,13 +61,16 @@ def prolonged(grid: Sequence[float], values: Sequence[float], x: float) -> float
 class SimNode:
     """One engine: its timing, room for KV, share of its stage's requests, and the machine whose NIC it uses.
 
-    Nodes of one instance with the same `machine` share its NIC (data-parallel replicas inside a node); without one, a
+    `max_batched_tokens` per iteration and `max_running_requests` hold beside those of the instance, for nodes of the first
+    stage. Nodes of one instance with the same `machine` share its NIC (data-parallel replicas inside a node); without one, a
     node has its own.
     """
 
     timing: NodeTiming
     kv_blocks: int = UNLIMITED
     weight: float = 1.0
+    max_batched_tokens: int = UNLIMITED
+    max_running_requests: int = UNLIMITED
     nic_bytes_per_s: float = math.inf
     machine: str = ""
 
@@ -86,7 +89,8 @@ class SimInstance:
 
     `weight` is what the router weighs it by, in requests/s (templates of prefill and decode: tokens/s over the mean
     tokens per request). `max_batched_tokens` per iteration and `max_running_requests` per node of the first stage are
-    the engine's limits; `max_outstanding_requests` bounds what the router gives it at a time. `hop_s` is the latency
+    the engine's limits; `max_outstanding_requests` bounds what the router gives it at a time. An instance of several stages has
+    at most `micro_batches` steps under way, each over all its nodes (`coral_core.sim.steps`). `hop_s` is the latency
     of any message between its nodes, beside the time that bytes take on the NIC. `ready_at_start`: it serves from
     second 0; otherwise a lifecycle event starts it, and `boot_s` later it is ready.
     """

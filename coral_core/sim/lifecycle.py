@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coral_core.routing.scale_down import least_loaded
-from coral_core.sim.blocks import settle_kv
+from coral_core.sim.blocks import settle_kv, stage_count
 from coral_core.sim.columns import (
     BOOTING,
     BROKEN,
@@ -30,10 +30,6 @@ from coral_core.sim.columns import (
     N_BATCH_HEAD,
     N_BATCH_TAIL,
     N_BUSY,
-    N_DECODE_HEAD,
-    N_DECODE_TAIL,
-    N_PREFILL_HEAD,
-    N_PREFILL_TAIL,
     OFF,
     R_INSTANCE,
     R_SOURCE,
@@ -49,6 +45,7 @@ from coral_core.sim.instances import set_state, settle_instance, settle_pool
 from coral_core.sim.journey import lose
 from coral_core.sim.pipeline import settle_busy
 from coral_core.sim.queues import free_items, mark_entries, push
+from coral_core.sim.steps import forget_steps
 from coral_core.sim.world import World
 
 
@@ -127,14 +124,11 @@ def fail(w: World, i: int) -> None:
             settle_busy(w, n)
             w.node[n, N_BUSY] = 0
             w.nodef[n, F_DELIVERED] = w.now[0]
-            for head, tail in (
-                (N_BATCH_HEAD, N_BATCH_TAIL),
-                (N_DECODE_HEAD, N_DECODE_TAIL),
-                (N_PREFILL_HEAD, N_PREFILL_TAIL),
-            ):
-                free_items(w, w.node[n, head])
-                w.node[n, head] = -1
-                w.node[n, tail] = -1
+            free_items(w, w.node[n, N_BATCH_HEAD])
+            w.node[n, N_BATCH_HEAD] = -1
+            w.node[n, N_BATCH_TAIL] = -1
+    if stage_count(w, i) > 1:
+        forget_steps(w, i)
 
 
 def settle(w: World) -> None:

@@ -22,8 +22,9 @@ from coral_core.sim.columns import (
 )
 from coral_core.sim.journey import arrive, dispatch, push_next_arrival, receive_kv
 from coral_core.sim.lifecycle import become_ready, live_through, push_next_epoch, push_next_life, settle, turn_epoch
-from coral_core.sim.pipeline import deliver, end_iteration, receive, start_iteration
+from coral_core.sim.pipeline import deliver, end_iteration, start_iteration
 from coral_core.sim.queues import next_marked_node, next_marked_pool, pop
+from coral_core.sim.steps import receive
 from coral_core.sim.world import World
 
 

@@ -46,6 +46,8 @@ def pack(given: SimInput) -> Packed:
     max_stages = max((len(instance.stages) for instance in instances), default=1)
     widest = max((len(stage.nodes) for instance in instances for stage in instance.stages), default=1)
     admitted = sum(min(instances[i].max_running_requests, n) for i, s, _, _ in nodes if s == 0)
+    steps, under_way = sum(map(_step_rows, instances)), max(map(_step_rows, instances), default=0)
+    parts = max((sum(len(stage.nodes) for stage in one.stages) for one in instances if _step_rows(one)), default=0)
 
     fixed = np.zeros(c.Z_COLUMNS, dtype=np.int64)
     fixed[c.Z_POOLS] = len(pools.names)
@@ -59,9 +61,11 @@ def pack(given: SimInput) -> Packed:
     fixed[c.Z_MAX_RETRIES] = options.max_retries
     fixed[c.Z_STREAM_KV] = int(options.stream_kv)
     fixed[c.Z_LEAST_WORK] = int(options.routing is Routing.LEAST_WORK)
-    # Between two looks at the arrays' room, a request gets at most one new work item or transfer, a node one iteration.
-    fixed[c.Z_ITEM_MARGIN] = min(admitted, n) + 1
-    fixed[c.Z_HEAP_MARGIN] = min(admitted, n) + len(nodes) + widest + 8
+    fixed[c.Z_PARTS] = parts
+    # Between two looks at the arrays' room, a request gets at most one new work item (in a pipeline one for every step
+    # under way) or transfer, a node one iteration; a stage's results go to all nodes of the next, those of merged steps back.
+    fixed[c.Z_ITEM_MARGIN] = min(admitted, n) * max(under_way, 1) + 1
+    fixed[c.Z_HEAP_MARGIN] = min(admitted, n) + len(nodes) + widest + under_way + 8
 
     counter = np.zeros(c.C_COLUMNS, dtype=np.int64)
     counter[c.C_FREE_HEAD] = -1
@@ -80,11 +84,13 @@ def pack(given: SimInput) -> Packed:
         reqf=reqf,
         bound=np.full((n, 2 * max_stages), -1, dtype=np.int64),
         item=np.zeros((0, c.T_COLUMNS), dtype=np.int64),
+        step=_empty(steps, c.Y_COLUMNS),
+        part=_empty(steps * parts, c.V_COLUMNS, zero=c.V_DUE),
         lists=np.full((len(pools.names) + 4 * len(nodes), 2), -1, dtype=np.int64),
         inst=inst,
         instf=instf,
         stage=stage,
-        node=_nodes(nodes, tables, nic_of),
+        node=_nodes(nodes, instances, tables, nic_of),
         nodef=np.zeros((len(nodes), c.F_COLUMNS)),
         nic=nics,
         pool=pools.rows(instances),
@@ -122,6 +128,18 @@ def pack(given: SimInput) -> Packed:
         node_instance=np.array([i for i, *_ in nodes], dtype=np.int64),
         node_names=tuple(f"{instances[i].name}/stage{s}/node{k}" for i, s, k, _ in nodes),
     )
+
+
+def _step_rows(instance: SimInstance) -> int:
+    """Steps that may be under way; only pipelines have any."""
+    return instance.micro_batches if len(instance.stages) > 1 else 0
+
+
+def _empty(rows: int, columns: int, *, zero: int | None = None) -> Ints:
+    result = np.full((rows, columns), -1, dtype=np.int64)
+    if zero is not None:
+        result[:, zero] = 0
+    return result
 
 
 def grown(world: World) -> World:
@@ -219,7 +237,7 @@ def _instances(
     stages: list[list[int]] = []
     nic_of: dict[tuple[int, int, int], int] = {}
     rates: list[float] = []
-    first_node = 0
+    first_node = first_step = 0
     for i, instance in enumerate(instances):
         row = inst[i]
         row[c.I_POOL], row[c.I_NEXT_POOL] = pools.of(instance), pools.after(instance)
@@ -227,8 +245,9 @@ def _instances(
         row[c.I_FIRST_STAGE], row[c.I_END_STAGE] = len(stages), len(stages) + len(instance.stages)
         row[c.I_STATE] = c.OFF
         row[c.I_MAX_OUTSTANDING] = instance.max_outstanding_requests
-        row[c.I_MAX_TOKENS], row[c.I_MAX_SEQS] = instance.max_batched_tokens, instance.max_running_requests
         row[c.I_MICRO_BATCHES] = instance.micro_batches
+        row[c.I_FIRST_STEP] = first_step
+        first_step += _step_rows(instance)
         row[c.I_RUN_HEAD] = row[c.I_RUN_TAIL] = -1
         row[c.I_GROUP] = groups.setdefault((instance.template, instance.region), len(groups))
         instf[i, c.J_BOOT], instf[i, c.J_HOP] = instance.boot_s, instance.hop_s
@@ -249,6 +268,7 @@ def _instances(
 
 def _nodes(
     nodes: Sequence[tuple[int, int, int, SimNode]],
+    instances: Sequence[SimInstance],
     tables: Mapping[NodeTiming, int],
     nic_of: Mapping[tuple[int, int, int], int],
 ) -> Ints:
@@ -257,11 +277,9 @@ def _nodes(
         row[c.N_INSTANCE], row[c.N_STAGE] = i, s
         row[c.N_TABLE], row[c.N_NIC] = tables[node.timing], nic_of[i, s, k]
         row[c.N_BLOCKS] = row[c.N_FREE] = node.kv_blocks
-        for column in (
-            *(c.N_DECODE_HEAD, c.N_DECODE_TAIL, c.N_PREFILL_HEAD, c.N_PREFILL_TAIL),
-            *(c.N_BATCH_HEAD, c.N_BATCH_TAIL),
-        ):
-            row[column] = -1
+        row[c.N_MAX_TOKENS] = min(instances[i].max_batched_tokens, node.max_batched_tokens)
+        row[c.N_MAX_SEQS] = min(instances[i].max_running_requests, node.max_running_requests)
+        row[c.N_BATCH_HEAD] = row[c.N_BATCH_TAIL] = -1
     return rows
 
 

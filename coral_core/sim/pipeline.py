@@ -1,8 +1,9 @@
-"""Iterations: start them on nodes, end them, and pass their results on to the next stage or back to the first."""
+"""Iterations: start them on nodes, end them, and have their results go on (`steps`, where there are several stages)."""
 
 from __future__ import annotations
 
-from coral_core.sim.batches import form_entry_batch, form_inner_batch, send_for_kv
+from coral_core.sim.batches import admit_arrived, form_entry_batch, has_batch, send_for_kv
+from coral_core.sim.blocks import stage_count
 from coral_core.sim.columns import (
     A_BUSY,
     A_ITERATIONS,
@@ -17,9 +18,8 @@ from coral_core.sim.columns import (
     F_DELIVERED,
     F_KEPT,
     F_PAIRS,
-    I_END_STAGE,
-    I_FIRST_STAGE,
     I_INCARNATION,
+    I_MICRO_BATCHES,
     I_STATE,
     K_EXTRA_DEPTH,
     K_FIXED,
@@ -32,34 +32,23 @@ from coral_core.sim.columns import (
     N_BATCH_TAIL,
     N_BATCH_TOKENS,
     N_BUSY,
-    N_DECODE_HEAD,
-    N_DECODE_TAIL,
     N_INSTANCE,
-    N_PREFILL_HEAD,
-    N_PREFILL_TAIL,
     N_STAGE,
     N_TABLE,
     R_STATE,
     R_VERSION,
     READY,
-    S_END,
-    S_FIRST,
-    T_DECODE,
     T_EMITS,
     T_NEXT,
     T_REQUEST,
-    T_TOKENS,
     T_VERSION,
     TABLE_ROWS,
     TABLE_TOKENS,
-    U_HEAD,
-    U_TAIL,
-    U_TOKENS,
     Z_STREAM_KV,
 )
 from coral_core.sim.journey import emit
-from coral_core.sim.network import send_items
-from coral_core.sim.queues import append, append_item, decode_list, free_item, mark_node, prefill_list, push
+from coral_core.sim.queues import append, decode_list, free_item, mark_node, prefill_list, push
+from coral_core.sim.steps import fill_from_step, form_steps, pass_on
 from coral_core.sim.world import Floats, World
 
 
@@ -70,12 +59,16 @@ def start_iteration(w: World, n: int) -> None:
         return
     if w.fixed[Z_STREAM_KV] and w.node[n, N_STAGE] == 0:
         send_for_kv(w, n)
+    is_pipeline = stage_count(w, i) > 1
+    if is_pipeline and w.node[n, N_STAGE] == 0:
+        form_steps(w, i)
     if w.node[n, N_BUSY] == 1:
         return
-    if w.node[n, N_STAGE] == 0:
-        form_entry_batch(w, n)
+    if is_pipeline:
+        fill_from_step(w, n)
     else:
-        form_inner_batch(w, n)
+        admit_arrived(w, n)
+        form_entry_batch(w, n, int(has_batch(w, n, n + 1, w.inst[i, I_MICRO_BATCHES])))
     if w.node[n, N_BATCH_HEAD] < 0:
         return
     tokens = w.node[n, N_BATCH_TOKENS]
@@ -129,7 +122,7 @@ def end_iteration(w: World, n: int, incarnation: int) -> None:
     head = w.node[n, N_BATCH_HEAD]
     w.node[n, N_BATCH_HEAD] = -1
     w.node[n, N_BATCH_TAIL] = -1
-    if w.node[n, N_STAGE] == 0:
+    if stage_count(w, w.node[n, N_INSTANCE]) == 1:
         _continue_prompts(w, n, head)
     # A short batch does not overtake a long one inside the node.
     delivered_s = max(w.now[0] + w.nodef[n, F_DELAY], w.nodef[n, F_DELIVERED])
@@ -150,70 +143,18 @@ def _continue_prompts(w: World, n: int, head: int) -> None:
 
 
 def deliver(w: World, head: int, n: int) -> None:
-    """Pass a batch's items on: to each request's node of the next stage, or, as tokens, back to its entry node."""
-    i = w.node[n, N_INSTANCE]
-    s = w.node[n, N_STAGE]
-    stages = w.inst[i, I_END_STAGE] - w.inst[i, I_FIRST_STAGE]
-    is_last = s == stages - 1
-    to_s = 0 if is_last else s + 1
-    to_stage = w.inst[i, I_FIRST_STAGE] + to_s
-    first, end = w.stage[to_stage, S_FIRST], w.stage[to_stage, S_END]
-    for k in range(end - first):
-        w.group[k, U_HEAD] = -1
-        w.group[k, U_TOKENS] = 0
+    """A batch's results leave the node: for the next stage, or as tokens."""
+    if stage_count(w, w.node[n, N_INSTANCE]) > 1:
+        pass_on(w, head, n)
+        return
     item = head
     while item >= 0:
         after = w.item[item, T_NEXT]
         r = w.item[item, T_REQUEST]
-        goes_on = w.item[item, T_VERSION] == w.req[r, R_VERSION]
-        if goes_on and is_last:
-            goes_on = w.item[item, T_EMITS] == 1
-            if goes_on:
-                emit(w, r)
-                goes_on = w.req[r, R_STATE] == DECODING
-        if not goes_on:
-            free_item(w, item)
-        elif stages == 1:
-            _resume(w, r)
-            free_item(w, item)
-        else:
-            _group(w, w.bound[r, to_s] - first, item)
+        if w.item[item, T_VERSION] == w.req[r, R_VERSION] and w.item[item, T_EMITS] == 1:
+            emit(w, r)
+            if w.req[r, R_STATE] == DECODING:
+                append(w, decode_list(w, n), r)
+                mark_node(w, n)
+        free_item(w, item)
         item = after
-    for k in range(end - first):
-        if w.group[k, U_HEAD] >= 0:
-            send_items(w, n, first + k, w.group[k, U_HEAD], 0 if is_last else w.group[k, U_TOKENS])
-
-
-def _group(w: World, k: int, item: int) -> None:
-    w.item[item, T_NEXT] = -1
-    if w.group[k, U_HEAD] < 0:
-        w.group[k, U_HEAD] = item
-    else:
-        w.item[w.group[k, U_TAIL], T_NEXT] = item
-    w.group[k, U_TAIL] = item
-    w.group[k, U_TOKENS] += w.item[item, T_TOKENS]
-
-
-def _resume(w: World, r: int) -> None:
-    n = w.bound[r, 0]
-    append(w, decode_list(w, n), r)
-    mark_node(w, n)
-
-
-def receive(w: World, head: int, n: int) -> None:
-    """Items reach a node: work for a later stage, or, at an entry node, requests whose next token may be computed."""
-    item = head
-    while item >= 0:
-        after = w.item[item, T_NEXT]
-        r = w.item[item, T_REQUEST]
-        if w.item[item, T_VERSION] != w.req[r, R_VERSION]:
-            free_item(w, item)
-        elif w.node[n, N_STAGE] == 0:
-            append(w, decode_list(w, n), r)
-            free_item(w, item)
-        elif w.item[item, T_DECODE] == 1:
-            append_item(w, n, N_DECODE_HEAD, N_DECODE_TAIL, item)
-        else:
-            append_item(w, n, N_PREFILL_HEAD, N_PREFILL_TAIL, item)
-        item = after
-    mark_node(w, n)

@@ -41,6 +41,7 @@ from coral_core.sim.columns import (
     T_NEXT,
     T_REQUEST,
     T_START,
+    T_STEP,
     T_TOKENS,
     T_VERSION,
     Z_NODES,
@@ -222,6 +223,7 @@ def new_item(w: World, r: int, tokens: int, decode: int, emits: int) -> int:
     w.item[item, T_START] = w.req[r, R_COMPUTED]
     w.item[item, T_DECODE] = decode
     w.item[item, T_EMITS] = emits
+    w.item[item, T_STEP] = -1
     w.item[item, T_NEXT] = -1
     return item
 

@@ -26,6 +26,8 @@ class World(NamedTuple):
     reqf: Floats
     bound: Ints
     item: Ints
+    step: Ints
+    part: Ints
     lists: Ints
     inst: Ints
     instf: Floats

@@ -214,10 +214,8 @@ def test_arrays_grow_when_more_is_under_way_than_foreseen(monkeypatch):
         return packing.grown(world)
 
     monkeypatch.setattr(driver, "grown", tight)
-    # Long pipelines of small chunks: more items than requests.
-    deep = instance(
-        "i", *(stage(node(fixed_s=float(2**s))) for s in range(5)), max_batched_tokens=1, max_running_requests=9
-    )
+    # Small chunks through a node that is a long pipeline inside: more items than requests.
+    deep = instance("i", stage(node(fixed_s=1.0, depth=31)), max_batched_tokens=1, max_running_requests=9)
     outcome = simulate(simulation([deep], requests(*[(0.0, 60, 2)] * 4), end_s=1e6))
     assert grown, "this case is meant to need more room"
     assert (outcome.requests.status == RequestStatus.DONE).all()

@@ -48,6 +48,8 @@ def with_timing(**fields) -> dict:
         ({"stages": (stage(node(kv_blocks=0)),)}, r"stages\[0\]\.nodes\[0\]\.kv_blocks"),
         ({"stages": (stage(node(nic=0.0)),)}, r"nic_bytes_per_s"),
         ({"stages": (stage(node(weight=-1.0)),)}, r"nodes\[0\]\.weight"),
+        ({"stages": (stage(replace(node(), max_batched_tokens=0)),)}, r"nodes\[0\]\.max_batched_tokens"),
+        ({"stages": (stage(node()), stage(node())), "micro_batches": 5000}, r"micro_batches"),
         (with_timing(fixed_s=math.nan), r"timing\.fixed_s"),
         (with_timing(grid=(0.0,), token_s=(0.0,), row_s=(0.0,)), r"timing\.grid"),
         (with_timing(grid=(1.0, 0.0)), r"timing\.grid"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coral_core.domain.workload import Phase
-from coral_core.sim.inputs import Routing, SimModel
+from coral_core.sim.inputs import Routing, SimModel, SimNode
 from coral_core.sim.outcome import RequestStatus
 from coral_core.sim.run import simulate
 from tests.fakes.sim_cases import disaggregated, first_and_finish, instance, node, requests, simulation, stage
@@ -84,6 +84,26 @@ def test_micro_batches_keep_both_stages_busy(micro_batches, finish_s):
     # Two tokens per stage take 2 s together, first tokens at 4. Together a round takes 4 s. In two micro-batches one
     # computes in the first stage while the other is in the second: a round takes 2 s, the second one a second later.
     assert outcome.requests.finish_s.tolist() == pytest.approx(finish_s)
+
+
+def test_a_step_is_through_when_its_last_part_is():
+    quick, slow = node(fixed_s=1.0), node(fixed_s=3.0)
+    one = instance("i", stage(quick, slow), stage(node(fixed_s=1.0)), hop_s=0.5, micro_batches=2)
+    outcome = simulate(simulation([one], requests((0.0, 1, 2), (0.0, 1, 1), (0.1, 1, 1))))
+    # First step: both parts have reached the second stage at 3.5; through at 4.5. The third request, on the quick node, is
+    # a step of its own from 1.0 to 2.0, and then waits for the first one to pass. Back at 5.0, the first takes another 2.5.
+    assert first_and_finish(outcome) == [(4.5, 7.5), (4.5, 4.5), (5.5, 5.5)]
+    assert outcome.fleet.iterations[0].tolist() == [3.0, 1.0, 3.0]
+
+
+def test_nodes_of_a_stage_have_limits_of_their_own():
+    wide, narrow = node(fixed_s=1.0), SimNode(timing=node(fixed_s=1.0).timing, max_running_requests=1)
+    one = instance("i", stage(wide, narrow), max_running_requests=2)
+    outcome = simulate(simulation([one], requests(*[(0.0, 1, 1)] * 4)))
+    assert sorted(outcome.requests.finish_s.tolist()) == [1.0, 1.0, 1.0, 2.0]
+    short = SimNode(timing=node(fixed_s=1.0).timing, max_batched_tokens=10)
+    chunked = simulate(simulation([instance("i", stage(short), max_batched_tokens=100)], requests((0.0, 25, 1))))
+    assert chunked.requests.finish_s.tolist() == [3.0]
 
 
 def test_a_short_chunk_does_not_overtake_a_long_one_inside_a_node():
@@ -201,7 +221,7 @@ def test_kv_of_each_layer_goes_to_the_node_that_holds_it():
 def test_activations_overtake_kv_and_delay_it_by_their_bytes():
     model = SimModel(name="m", kv_bytes_per_token=40.0, activation_bytes_per_token=10.0)
     stages = [stage(node(fixed_s=1.0, nic=1000.0)), stage(node(fixed_s=1.0, nic=1000.0))]
-    prefill = instance("p", *stages, phase=Phase.PREFILL, max_batched_tokens=100)
+    prefill = instance("p", *stages, phase=Phase.PREFILL, max_batched_tokens=100, micro_batches=2)
     decode = instance("d", stage(node(fixed_s=1.0), layers=2), phase=Phase.DECODE)
     outcome = simulate(simulation([prefill, decode], requests((0.0, 100, 2), (2.5, 100, 2)), model=model))
     # First: stage 0 until 1, activations until 2, stage 1 until 3; 4 s of KV leave each node until 7. Second: stage 0
@@ -234,7 +254,8 @@ def test_senders_share_a_receivers_nic_and_replicas_their_own(machine):
     receivers = stage(*[node(fixed_s=1.0, nic=1000.0)] * (2 if machine else 1))
     outcome = simulate(simulation([instance("i", senders, receivers)], requests(*[(0.0, 100, 1)] * 2), model=model))
     # Both have computed at 1; their bytes pass the one NIC from 1 to 2 and from 2 to 3, be it a sender's or a receiver's.
-    assert outcome.requests.first_token_s.tolist() == pytest.approx([3.0, 4.0])
+    # One receiver computes both at once; of two, one is done at 3, but the step that both are part of is through at 4.
+    assert outcome.requests.first_token_s.tolist() == pytest.approx([4.0, 4.0])
 
 
 def test_kv_that_is_there_waits_for_its_turn_to_run():
