@@ -158,6 +158,36 @@ def read_latency_rows(folder: Path) -> list[LatencyRow]:
     ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    """One measured prompt phase of a whole model: `batch` prompts of `prompt_tokens` on `tp` GPUs."""
+
+    model: str
+    gpu: str
+    tp: int
+    prompt_tokens: float
+    batch: float
+    time_s: float
+
+
+def read_prompt_rows(folder: Path) -> list[PromptRow]:
+    """The prompt times of the reference data on A100 and H100 at full power."""
+    file = "perf/splitwise_perf_model_median.csv"
+    names = {"a100-80gb": "A100-80", "h100-80gb": "H100"}
+    return [
+        PromptRow(
+            model=row["model"].replace("llama2-70b", "llama2_70b"),
+            gpu=names[row["hardware"]],
+            tp=round(_number(row, "tensor_parallel", f"{file}:{line}")),
+            prompt_tokens=_number(row, "prompt_size", f"{file}:{line}"),
+            batch=_number(row, "batch_size", f"{file}:{line}"),
+            time_s=_number(row, "prompt_time", f"{file}:{line}") * MS,
+        )
+        for line, row in _rows(folder / file)
+        if row["hardware"] in names
+    ]
+
+
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     if not path.is_file():
         raise DataGapError(f"there is no {path.name}", where=str(path.parent), fix="name the folder of reference data")

@@ -1,7 +1,7 @@
 """Stage capacities T^ of node configurations for one (model, variant, phase, SLO): DESIGN 3.1.
 
 Units: tokens/s for prefill (prompt tokens) and decode (generated tokens), requests/s for aggregated. All figures are
-analytic (`CapacitySource.ESTIMATED`) with unknown error until measurements are compared with them.
+analytic (`CapacitySource.ESTIMATED`); their error bars are those of the ledger, None for GPUs it knows nothing of.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from coral_core.domain.workload import Lengths, Phase, Slo
 from coral_core.errors import DataGapError, InputError
 from coral_core.perf import memory
 from coral_core.perf.assumptions import CapacityAssumptions
+from coral_core.perf.errors import capacity_error_fracs
 from coral_core.perf.factors import FULL_BITS, Factors, load_factors
 from coral_core.perf.search import (
     ANY_LAYOUT,
@@ -94,7 +95,7 @@ def capacity_table(
         layout=layout,
         layouts=tuple(names),
         sources=(CapacitySource.ESTIMATED,) * len(configs),
-        error_frac=(None,) * len(configs),
+        error_frac=capacity_error_fracs([config.gpu.name for config in configs], phase),
         memory_bytes=np.array([float(config.memory_bytes) for config in configs]),
         usable_memory_bytes=np.array(
             [config.gpu_count * memory.usable_bytes(config.gpu, assumptions) for config in configs]
@@ -291,6 +292,7 @@ def _inputs_hash(question: Question, slo: Slo, configs: Sequence[NodeConfig], ma
         "efficiency": sorted([*key, asdict(row)] for key, row in question.factors.efficiency.items() if key[0] in gpus),
         "experts": sorted([*key, asdict(row)] for key, row in question.factors.experts.items() if key[0] in gpus),
         "all_reduce": sorted([*key, asdict(row)] for key, row in question.factors.all_reduce.items() if key[0] in gpus),
+        "errors": [*capacity_error_fracs(sorted(gpus), question.phase)],
         "assumptions": question.assumptions.facts(question.phase),
     }
     idle = [name for name, gpu in by_name.items() if not runs_variant(question.shape, question.variant, gpu)]
