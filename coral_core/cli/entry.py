@@ -37,6 +37,9 @@ for group, text in {
     "bench": "Measure what the work takes on this machine.",
     "evaluate": "Compare settings, policies and scenarios.",
     "gateway": "OpenAI's API in front of the fleet's instances, and its keys.",
+    "coordinator": "Brings serving instances up on their nodes and watches over them.",
+    "agent": "A node's agent: registers with the coordinator and runs the node's engine.",
+    "keys": "Keys with which coordinator and agents know each other.",
     "flows": "Prefect: run the flows, serve the deployments.",
 }.items():
     app.command(f"coral_core.cli.{group}:app", name=group, help=text)

@@ -72,7 +72,7 @@ def read_tags(fleet: FleetId, found: Mapping[str, str], *, account: str, token: 
         return f"belongs to fleet {found.get(FLEET_TAG)!r}"
     if account != fleet.account:
         return f"belongs to account {account}, not to {fleet.account}"
-    tags = _parse(found)
+    tags = parse_tags(found)
     if isinstance(tags, NodeTags) and token != client_token(fleet, tags.instance_id, tags.node):
         return "was not launched by this fleet: its tags are a copy (its client token is not theirs)"
     return tags
@@ -87,7 +87,8 @@ def known_state(states: Mapping[str, NodeState], name: str, *, where: str) -> No
     return states[name]
 
 
-def _parse(found: Mapping[str, str]) -> NodeTags | str:
+def parse_tags(found: Mapping[str, str]) -> NodeTags | str:
+    """What tags say of a node, or what is wrong with them; whose node it is they do not prove."""
     missing = [f"coral:{name}" for name in _FIELDS if not found.get(f"coral:{name}")]
     if missing:
         return f"lacks the tag {missing[0]}"

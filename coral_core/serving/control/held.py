@@ -164,6 +164,8 @@ class AskPlan:
 
     instance_id: str
     template_id: str
+    model: str
+    phase: Phase
     places: tuple[NodePlace, ...]
 
 

@@ -258,7 +258,14 @@ class Instances:
             if len(told) == one.nodes or (one.asked_s is not None and now_s - one.asked_s < 10 * self.terms.resend_s):
                 return []
             one.asked_s = now_s
-            return [AskPlan(instance_id=one.instance_id, template_id=one.template_id, places=one.places)]
+            question = AskPlan(
+                instance_id=one.instance_id,
+                template_id=one.template_id,
+                model=one.model,
+                phase=one.phase,
+                places=one.places,
+            )
+            return [question]
         effects: list[Effect] = []
         if one.stage is Stage.GATHERING:
             effects.append(self._enter(one, Stage.STARTING, f"all of its {one.nodes} nodes are there", now_s))

@@ -1,0 +1,30 @@
+"""What commands of the serving part say where its libraries are missing, and how they tell what happens."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+from coral_core.cli.output import print_text
+from coral_core.errors import InputError
+
+
+def refuse_without(what: str, *needed: str) -> None:
+    """Raise InputError naming the extra where one of the libraries is not installed."""
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InputError(f"{what} need {', '.join(missing)}", fix="install the extra: pip install 'coral-serve[serve]'")
+
+
+class Teller:
+    """Tells events: one JSON line each, or a line of text."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def __call__(self, event: str, text: str, **facts: object) -> None:
+        """Say it, at once."""
+        if self._as_json:
+            print(json.dumps({"event": event, **facts}), flush=True)
+        else:
+            print_text(text)

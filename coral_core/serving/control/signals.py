@@ -1,0 +1,31 @@
+"""SIGTERM and SIGINT as events: the first asks, the second means at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def on_signals(first: asyncio.Event, second: asyncio.Event | None = None) -> Iterator[None]:
+    """Set `first` at the first signal and `second` at the next. Nothing where this is not the main thread."""
+
+    def on_signal() -> None:
+        if first.is_set() and second is not None:
+            second.set()
+        first.set()
+
+    loop = asyncio.get_running_loop()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
