@@ -30,8 +30,9 @@ _STEPS = (
     (StartStep.WEIGHTS, re.compile(r"Loading weights took|Model loading took")),
     (StartStep.KV_CACHE, re.compile(r"init engine \(|KV cache size:|for KV cache on node")),
 )
+_KILLED = "if nobody killed it, the kernel did for want of memory: give the node's engines less"
 _CAUSES = (
-    (Cause.RANK_DIED, re.compile(r"died unexpectedly"), ""),
+    (Cause.RANK_DIED, re.compile(r"died unexpectedly"), _KILLED),
     (
         Cause.PORT_TAKEN,
         re.compile(r"Address already in use|EADDRINUSE"),

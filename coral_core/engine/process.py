@@ -6,7 +6,8 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from coral_core.domain.launch import NodeLaunch
@@ -19,6 +20,7 @@ from coral_core.engine.state import Cause, Condition, EngineFailure, EngineState
 
 CODE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds `coral_core`: where the engine's interpreter finds the plugin."""
+STEP_LIMIT_VARIABLE = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
 START_LOOK_S = 0.2
 FIRST_TOKEN_S = 60.0
 """What the first completion gets; another is tried until the start's time is over."""
@@ -43,14 +45,27 @@ def start_engine(
     log: Path,
     owner: str,
     url: str | None = None,
-    terms: WatchTerms = WatchTerms(),
+    terms: WatchTerms | None = None,
 ) -> EngineProcess:
     """Start the engine of one node and return at once; what follows is in the `state` of the result.
 
     `log` is appended to. `url` is the address of a node that serves. `owner` names who starts it, across restarts: what a
-    killed owner leaves behind is ended by `kept.end_left_behind(owner)`. InputError for an owner with a '#'.
+    killed owner leaves behind is ended by `kept.end_left_behind(owner)`. Without `terms` those of `watch_terms` hold.
+    InputError for an owner with a '#'.
     """
+    terms = watch_terms(launch.env) if terms is None else terms
     return EngineProcess(launch, interpreter=interpreter, log=log, owner=owner, url=url, terms=terms)
+
+
+def watch_terms(env: Mapping[str, str]) -> WatchTerms:
+    """The usual terms; where the launch allows a longer step than usual, a hang is one only after about as long."""
+    try:
+        step_s = float(env.get(STEP_LIMIT_VARIABLE, ""))
+    except ValueError:
+        return WatchTerms()
+    usual = LivenessTerms()
+    # A little before vLLM itself gives up, whose end takes a while too.
+    return WatchTerms(liveness=replace(usual, hung_after_s=max(usual.hung_after_s, step_s - 1.0)))
 
 
 class EngineProcess:

@@ -17,7 +17,7 @@ import pytest
 from coral_core.domain.launch import NodeLaunch
 from coral_core.engine.kept import MARK_VARIABLE, end_left_behind
 from coral_core.engine.liveness import LivenessTerms
-from coral_core.engine.process import EngineProcess, WatchTerms, start_engine
+from coral_core.engine.process import EngineProcess, WatchTerms, start_engine, watch_terms
 from coral_core.engine.state import Cause, Condition, StartStep
 from coral_core.errors import InputError
 
@@ -256,6 +256,12 @@ def test_an_interpreter_that_is_none_is_refused(case):
     state = case.start(interpreter="/no/such/python").wait(10.0)
     assert state.failure.cause is Cause.NOT_LAUNCHED
     assert "CORAL_ENGINE_PYTHON" in state.failure.fix
+
+
+@pytest.mark.parametrize(("limit", "hung_after_s"), [("10", 9.0), ("1", 9.0), ("61", 60.0), ("soon", 9.0), (None, 9.0)])
+def test_a_launch_that_allows_longer_steps_is_watched_with_more_patience(limit, hung_after_s):
+    environment = {} if limit is None else {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": limit}
+    assert watch_terms(environment).liveness.hung_after_s == hung_after_s
 
 
 @pytest.mark.parametrize("owner", ["", "a#b", "a\0b"])

@@ -52,7 +52,7 @@ def test_the_first_thing_that_went_wrong_is_the_cause(name, cause, said):
     failure = log.failure(1, 2.0, was_ready=False)
     assert failure.cause is cause
     assert said in failure.what
-    assert bool(failure.fix) is (cause is not Cause.RANK_DIED)
+    assert failure.fix
     assert 0 < len(failure.log_lines) <= LAST_LINES
 
 
@@ -68,7 +68,7 @@ def test_the_error_is_one_line_that_names_engine_cause_last_lines_and_fix():
 def test_without_a_cause_the_exit_says_what_there_is_to_say():
     killed = read("INFO:     fine").failure(-9, 5.0, was_ready=True)
     assert (killed.cause, killed.what) == (Cause.KILLED, "killed by signal 9")
-    assert "out-of-memory" in killed.fix
+    assert "memory" in killed.fix
     assert read().failure(-15, 5.0, was_ready=True).fix == ""
     left = EngineLog().failure(0, 5.0, was_ready=True)
     assert left.cause is Cause.LEFT
