@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,6 +72,20 @@ def test_each_heavy_library_stays_in_its_adapter():
         if library in ADAPTERS
         and not any(fnmatch.fnmatch(path.relative_to(ROOT).as_posix(), pattern) for pattern in ADAPTERS[library])
     ]
+    assert not strays, "\n".join(strays)
+
+
+def test_what_runs_in_the_engines_process_needs_only_what_is_there():
+    """The plugin has the engine's environment and itself; the keeper has no environment at all."""
+    engine = ROOT / "coral_core" / "engine"
+    there = {"msgspec", "numpy", "safetensors", "tokenizers", "torch", "vllm", "zmq"}
+    strays = []
+    for path in [*sorted((engine / "plugin").rglob("*.py")), engine / "keeper.py"]:
+        libraries = sys.stdlib_module_names | (there if path.parent.name == "plugin" else set())
+        text = path.read_text(encoding="utf-8")
+        own = re.findall(r"^\s*(?:from|import) (coral_core(?!\.engine\.plugin\b)\S*)", text, re.MULTILINE)
+        foreign = {name for name, _ in imported_libraries(path)} - libraries - {"coral_core"}
+        strays += [f"{path.relative_to(ROOT)}: imports {name}" for name in [*own, *sorted(foreign)]]
     assert not strays, "\n".join(strays)
 
 
