@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 app = App(name="gateway", help="OpenAI's API in front of the fleet's instances.")
 
-_NEEDED = ("aiohttp", "msgspec", "prometheus_client", "uvicorn")
+_NEEDED = ("aiohttp", "httptools", "msgspec", "prometheus_client", "uvicorn")
 
 
 @app.command
@@ -35,7 +35,6 @@ def run(
 
     With --json each thing that happens is one JSON line on stdout, the first one with the addresses.
     """
-    import asyncio
     import json
 
     from coral_core.clock import SystemClock
@@ -56,7 +55,7 @@ def run(
             print_text(f"{config} is right: {len(spec.models)} models on {len(spec.instances)} instances")
         return
 
-    from coral_core.serving.listener import bound_socket
+    from coral_core.serving.listener import bound_socket, run_loop
     from coral_core.serving.run import serve
 
     public = bound_socket(spec.listen.host, spec.listen.port)
@@ -77,7 +76,7 @@ def run(
         if plan.keys.is_open:
             print_note("note: no keys_file: anybody on this machine may ask")
 
-    asyncio.run(
+    run_loop(
         serve(
             plan,
             public,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from coral_core.errors import ServingError
 from coral_core.serving.refusals import bad_request
+
+if sys.platform != "win32":
+    import uvloop
 
 _MOST_HEADER_BYTES: Final = 64 * 1024
 _IDLE_S: Final = 30
@@ -20,11 +25,17 @@ _LINGER_S: Final = 1.0
 _DEAF_MS: Final = 180_000
 
 
-class _Patient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # which of uvicorn's two is chosen at run time
-    """One connection. It is closed when its request line and headers do not come within `header_s`."""
+class _TooLongError(Exception):
+    """Raised inside the parser, which makes a parser error of it."""
+
+
+class _Patient(HttpToolsProtocol):
+    """One connection. It is closed when its request line and headers do not come within `header_s`, refused where they are too long."""
 
     header_s = 10.0
     refused = False
+    _head_bytes = 0
+    _waiting_bytes = 0
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - as in the base class
         super().connection_made(transport)
@@ -33,9 +44,14 @@ class _Patient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # which of 
     def data_received(self, data: bytes) -> None:
         if self.refused:
             return
+        if self._is_idle:
+            self._waiting_bytes += len(data)
         super().data_received(data)
         if not self._is_idle:
+            self._waiting_bytes = 0
             self._overdue.cancel()
+        elif self._waiting_bytes > _MOST_HEADER_BYTES and not self.refused:
+            self.send_400_response("")
         elif self._overdue.cancelled() and not self.refused:  # the next request on this connection has begun to come
             self._overdue = self.loop.call_later(self.header_s, self._too_slow)
 
@@ -43,9 +59,27 @@ class _Patient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # which of 
         self._overdue.cancel()
         super().connection_lost(exc)
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _count(self, size_bytes: int) -> None:
+        self._head_bytes += size_bytes
+        if self._head_bytes > _MOST_HEADER_BYTES:
+            raise _TooLongError
+
     @property
     def _is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+        cycle: Any = self.cycle  # none before the first request, whatever the base class says
+        return cycle is None or cycle.response_complete
 
     def _too_slow(self) -> None:
         self._overdue.cancel()
@@ -84,7 +118,6 @@ class Listener(uvicorn.Server):
                 proxy_headers=False,
                 timeout_keep_alive=_IDLE_S,
                 timeout_graceful_shutdown=max(1, round(drain_s)),
-                h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
             )
         )
 
@@ -112,3 +145,11 @@ def bound_socket(host: str, port: int) -> socket.socket:
     ):  # connections inherit it: one whose client reads nothing is not kept for ever
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAF_MS)
     return found
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Run `main` to its end on uvloop, which passes about half more requests in the same CPU time; on Windows on asyncio's own loop."""
+    if sys.platform == "win32":
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
