@@ -1,0 +1,194 @@
+"""A node of a stage: `python -m coral_core.engine.plugin.stage_node --engine HOST:PORT --name NAME [--host H --port P]`.
+
+It comes to the engine, gets its layers, and then runs entries in the order of scheduling as soon as their activations are
+there. One thread: what comes in during a step waits, and the next step takes all of it that fits.
+`CORAL_NODE_DELAY_MS` (`a=50,b=100`), milliseconds per step of the nodes named, emulates unequal devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import zmq
+from vllm.config import VllmConfig
+from vllm.utils.network_utils import get_distributed_init_method, get_open_port
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.version import __version__ as vllm_version
+
+from coral_core.engine.plugin.stage_layout import Node
+from coral_core.engine.plugin.stage_rank import Ranks, Seat, end_with_parent
+from coral_core.engine.plugin.stage_steps import Backlog, Entry, merged, merged_grammar
+from coral_core.engine.plugin.stage_wire import Inbox, Link, Outbox, Wire, keys_for, wait_for
+
+logger = logging.getLogger("vllm.coral.stage")
+DELAY_VARIABLE: Final = "CORAL_NODE_DELAY_MS"
+_IDLE_S: Final = 0.5
+
+
+class StageNode:
+    """Serves one engine until it says `stop`."""
+
+    def __init__(self, *, name: str, engine: str, host: str, port: int, key_file: str | None) -> None:
+        keys = keys_for(host, key_file)
+        self._wire = Wire(keys)
+        pull, address = self._wire.bound(zmq.PULL, host, port)
+        self._inbox = Inbox(pull)
+        self._link = Link(wire=self._wire, address=f"tcp://{engine}", name=name)
+        self._link.send("hello", {"address": address, "vllm": vllm_version, "pid": os.getpid()})
+        self._outbox = Outbox(self._wire, {})
+        self._delay_s = delay_s(os.environ.get(DELAY_VARIABLE, ""), name)
+        self._finished: set[str] = set()
+        self._first = True
+        self._ranks: Ranks
+        self._backlog: Backlog
+
+    def serve(self) -> None:
+        """Until told to stop; an error is told to the engine, which then goes on without this node."""
+        try:
+            while self._handle_all():
+                self._inbox.read()
+                if hasattr(self, "_backlog") and (entries := self._backlog.take(self._ready)):
+                    self._step(entries)
+                elif self._finished:
+                    self._step([])
+                else:
+                    wait_for([self._link.socket, self._inbox.socket], _IDLE_S)
+        except Exception:
+            logger.exception("stage node failed")
+            self._link.send("failed", traceback.format_exc())
+            time.sleep(1.0)  # lets it leave
+            raise
+
+    def _handle_all(self) -> bool:
+        while (message := self._link.receive()) is not None:
+            if message[0] == "stop":
+                return False
+            getattr(self, f"_on_{message[0]}")(*message[1:])
+        return True
+
+    def _on_start(self, config: VllmConfig, node: Node, index: int, stage: int, layers: list[int]) -> None:
+        self._first = stage == 0
+        seat = Seat(
+            node=node,
+            index=index,
+            stage=stage,
+            layers=layers,
+            rank=0,
+            init_method=get_distributed_init_method("127.0.0.1", get_open_port()),
+        )
+        self._ranks = Ranks(config, seat)
+        scheduler = config.scheduler_config
+        self._backlog = Backlog(
+            most_requests=node.max_num_seqs or scheduler.max_num_seqs, most_tokens=scheduler.max_num_batched_tokens
+        )
+        self._link.send("reply", None)
+
+    def _on_next(self, addresses: dict[str, str]) -> None:
+        self._outbox = Outbox(self._wire, addresses)
+
+    def _on_call(self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._link.send("reply", self._ranks.run("call", method, args, kwargs))
+
+    def _on_cache(self, engine: KVCacheConfig) -> None:
+        own = self._ranks.lead.cache_config(engine)
+        self._ranks.run("make_cache", own)
+        self._link.send("reply", own.num_blocks)
+
+    def _on_warm_up(self) -> None:
+        self._link.send("reply", self._ranks.run("warm_up"))
+
+    def _on_hops(self) -> None:
+        hop = self._inbox.hop
+        self._link.send("reply", (hop.messages, hop.payload_bytes, hop.seconds))
+
+    def _on_run(self, entries: list[Entry]) -> None:
+        self._backlog.add(entries)
+
+    def _on_end(self, request_ids: list[str]) -> None:
+        self._finished.update(request_ids)
+
+    def _on_drop(self, keys: list[tuple[int, str]], request_ids: list[str]) -> None:
+        """Requests that will not be answered: what of them is in the backlog never runs."""
+        self._backlog.drop(request_ids)
+        self._inbox.drop(keys)
+        self._link.send("dropped", request_ids)
+
+    def _on_gone(self, name: str) -> None:
+        self._outbox.drop(name)
+
+    def _ready(self, entry: Entry) -> bool:
+        return self._first or entry.key in self._inbox.rows
+
+    def _step(self, entries: list[Entry]) -> None:
+        if entries and self._delay_s:
+            time.sleep(self._delay_s)
+        rows = {} if self._first else {entry.request_id: self._inbox.rows.pop(entry.key) for entry in entries}
+        output = merged(entries, self._finished, None)
+        self._finished = set()
+        result, _ = self._ranks.run("step", output, rows, merged_grammar(entries))
+        if result is None:
+            return
+        if isinstance(result, ModelRunnerOutput):
+            self._link.send("done", [entry.key for entry in entries], result)
+            return
+        by_request = {entry.request_id: entry for entry in entries}
+        parts: dict[str, list[tuple[int, str, int, slice]]] = defaultdict(list)
+        first = 0
+        for request_id in self._ranks.lead.order:
+            entry = by_request[request_id]
+            assert entry.after is not None
+            parts[entry.after].append((entry.step, request_id, entry.tokens, slice(first, first + entry.tokens)))
+            first += entry.tokens
+        for node, own in parts.items():
+            tensors = {name: cut(full, [place for *_, place in own]) for name, full in result.items()}
+            self._outbox.send(node, [(step, request_id, tokens) for step, request_id, tokens, _ in own], tensors)
+
+
+def cut(rows: torch.Tensor, places: list[slice]) -> torch.Tensor:
+    """These rows of a tensor, one after another."""
+    return rows[places[0]] if len(places) == 1 else torch.cat([rows[place] for place in places])
+
+
+def delay_s(text: str, name: str) -> float:
+    """The delay of node `name` by the text of CORAL_NODE_DELAY_MS, in seconds; 0 where it is not named. ValueError."""
+    delays: dict[str, float] = {}
+    for part in filter(None, text.replace(" ", "").split(",")):
+        node, _, figure = part.partition("=")
+        try:
+            delays[node] = float(figure)
+        except ValueError:
+            delays[node] = -1.0
+        if not 0.0 <= delays[node] < 60_000.0:
+            raise ValueError(f"{DELAY_VARIABLE}: {part!r} is not NAME=MILLISECONDS from 0 to 60000")
+    return delays.get(name, 0.0) / 1000.0
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Be a node until the engine says stop."""
+    parser = argparse.ArgumentParser(
+        prog="stage_node", description="A node of a stage of Coral's own pipeline runtime."
+    )
+    parser.add_argument("--engine", required=True, help="HOST:PORT at which the engine listens")
+    parser.add_argument("--name", required=True, help="the node's name in the layout")
+    parser.add_argument("--host", default="127.0.0.1", help="where other nodes reach this one")
+    parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--key-file", help="the fleet's key; needed off loopback")
+    parser.add_argument("--child", action="store_true", help="end with the process that started this one")
+    given = parser.parse_args(arguments)
+    if given.child:
+        end_with_parent()
+    node = StageNode(name=given.name, engine=given.engine, host=given.host, port=given.port, key_file=given.key_file)
+    node.serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""One worker process of a stage node: vLLM's own worker, told that it is stage s of S although its world is its node only.
+
+Tensor parallelism is inside the node: the leader (rank 0) hands every command on to its followers, which run this module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.sequence import IntermediateTensors
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.serial_utils import run_method
+from vllm.v1.worker import gpu_worker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerWrapperBase
+
+from coral_core.engine.plugin.stage_layout import Node
+from coral_core.engine.plugin.stage_wire import Tensors
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where a worker sits: `stage` of `layers` (one count per stage), `rank` inside its node; `index` counts all nodes."""
+
+    node: Node
+    index: int
+    stage: int
+    layers: Sequence[int]
+    rank: int
+    init_method: str
+
+
+class StagePosition(parallel_state.GroupCoordinator):
+    """The pipeline group of a process that is alone in it: it knows its place, and has nobody to talk to."""
+
+    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:  # noqa: ANN401, ARG002 - vLLM's own signature
+        """What every rank of the group has: its own."""
+        return obj
+
+
+def take_position(stage: int, stages: int) -> None:
+    """Make vLLM build its groups for this node only and afterwards take the process for stage `stage` of `stages`."""
+    build = parallel_state.ensure_model_parallel_initialized
+
+    def build_for_node(tp: int, _pp: int, *others: int) -> None:
+        build(tp, 1, *others)
+        group = parallel_state.get_pp_group()
+        group.__class__ = StagePosition
+        group.rank, group.rank_in_group, group.world_size, group.ranks = stage, stage, stages, list(range(stages))
+
+    gpu_worker.ensure_model_parallel_initialized = build_for_node
+
+
+class Rank:
+    """A worker process's part; `step` is one forward pass of the stage's layers."""
+
+    def __init__(self, config: VllmConfig, seat: Seat) -> None:
+        os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, seat.layers))
+        self._config, self._seat = config, seat
+        stages = len(seat.layers)
+        parallel = config.parallel_config
+        parallel.tensor_parallel_size = parallel.world_size = seat.node.tp
+        parallel.pipeline_parallel_size = stages
+        if seat.node.kv_cache_memory_bytes is not None:
+            config.cache_config.kv_cache_memory_bytes = seat.node.kv_cache_memory_bytes
+        take_position(seat.stage, stages)
+        self._wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=0)
+        self._wrapper.init_worker(
+            [
+                {
+                    "vllm_config": config,
+                    "local_rank": seat.rank,
+                    "rank": seat.rank,
+                    "distributed_init_method": seat.init_method,
+                    "is_driver_worker": seat.rank == 0,
+                }
+            ]
+        )
+        parallel.rank = seat.stage * seat.node.tp + seat.rank  # by it the configuration counts layers
+        self._wrapper.init_device()
+        self._wrapper.load_model()
+        self.runner = self._wrapper.worker.model_runner
+
+    def call(self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever the method gives
+        """A method of vLLM's worker, by name, or a function of it."""
+        return run_method(self._wrapper, method, args, kwargs)
+
+    def cache_config(self, engine: KVCacheConfig) -> KVCacheConfig:
+        """The node's own KV cache: as the engine's, with as many blocks as its memory holds."""
+        config = self._config
+        specs = [self.call("get_kv_cache_spec", (), {})]
+        (own,) = get_kv_cache_configs(config, specs, [self.call("determine_available_memory", (), {})])
+        for name in ("kv_cache_layout", "hash_block_size", "cache_hit_alignment_tokens"):
+            setattr(own, name, getattr(engine, name))
+        return own
+
+    def make_cache(self, own: KVCacheConfig) -> None:
+        """Allocate it."""
+        self._wrapper.initialize_from_config([own])
+
+    def warm_up(self) -> CompilationTimes:
+        """Ready for steps."""
+        times: CompilationTimes = self._wrapper.compile_or_warm_up_model()
+        runner = self.runner
+        if self._seat.stage and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+        # Last stages draw from streams of their own.
+        torch.manual_seed((self._config.model_config.seed or 0) + self._seat.index)
+        return times
+
+    def step(
+        self, output: SchedulerOutput, rows: dict[str, Tensors], grammar: GrammarOutput | None
+    ) -> tuple[ModelRunnerOutput | Tensors | None, KVConnectorOutput | None]:
+        """Results of the last stage, activations of others (rows in the order of `order`); None without tokens."""
+        inputs = _Inputs(self.runner, output, rows) if self._seat.stage else None
+        result = self.runner.execute_model(output, inputs)
+        if isinstance(result, IntermediateTensors):
+            return result.tensors, self.runner.sample_tokens(None).kv_connector_output
+        if result is None:
+            result = self.runner.sample_tokens(grammar)
+        assert isinstance(result, ModelRunnerOutput)
+        return (result if output.total_num_scheduled_tokens else None), result.kv_connector_output
+
+    @property
+    def order(self) -> list[str]:
+        """The requests of the last step, in the order of its rows."""
+        return list(self.runner.input_batch.req_ids)
+
+
+class _Inputs(IntermediateTensors):
+    """What the stage before computed, by request; laid out when the model runner, having ordered its batch, asks for it."""
+
+    def __init__(self, runner: GPUModelRunner, output: SchedulerOutput, rows: dict[str, Tensors]) -> None:
+        self._runner, self._output, self._rows = runner, output, rows
+
+    @property
+    def tensors(self) -> Tensors:
+        buffers: Tensors = self._runner.intermediate_tensors.tensors
+        first = 0
+        for request_id in self._runner.input_batch.req_ids:
+            count = self._output.num_scheduled_tokens[request_id]
+            for name, rows in self._rows[request_id].items():
+                buffers[name][first : first + count].copy_(rows)
+            first += count
+        return buffers
+
+
+class Ranks:
+    """All worker processes of a node, seen from the leader."""
+
+    def __init__(self, config: VllmConfig, seat: Seat) -> None:
+        self._followers = [_follower(config, seat, rank) for rank in range(1, seat.node.tp)]
+        self.lead = Rank(config, seat)
+
+    def run(self, command: str, *payload: object) -> Any:  # noqa: ANN401 - whatever the command gives
+        """Rank 0's result of a command that every rank runs."""
+        if self._followers:
+            parallel_state.get_tp_group().broadcast_object((command, payload), src=0)
+        return getattr(self.lead, command)(*payload)
+
+
+def _follower(config: VllmConfig, seat: Seat, rank: int) -> subprocess.Popen[bytes]:
+    own = Seat(
+        node=seat.node, index=seat.index, stage=seat.stage, layers=seat.layers, rank=rank, init_method=seat.init_method
+    )
+    process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE)  # noqa: S603 - this interpreter
+    assert process.stdin is not None
+    pickle.dump((config, own), process.stdin)
+    process.stdin.close()
+    return process
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    """A follower: run what the leader hands on."""
+    end_with_parent()
+    config, seat = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the leader, this process's parent
+    rank = Rank(config, seat)
+    with set_current_vllm_config(config):
+        while True:
+            command, payload = parallel_state.get_tp_group().broadcast_object(None, src=0)
+            getattr(rank, command)(*payload)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Runs the stage runtime with real vLLM, in the engine's environment: `python stage_driver.py MODEL SCENARIO...`, a JSON line each.
+
+vLLM is imported once; every scenario is a fork of that, its nodes are forks again, and all of them end with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60",
+}
+os.environ.update(ENVIRONMENT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch  # noqa: E402 - after the environment that it reads
+
+torch.set_num_threads(1)
+
+from vllm import LLM, SamplingParams  # noqa: E402
+
+from coral_core.engine.plugin import stage_executor, stage_node  # noqa: E402
+from coral_core.engine.plugin.stage_rank import end_with_parent  # noqa: E402
+
+BLOCK_TOKENS = 32
+LAYER_BLOCK_BYTES = 2 * 2 * 32 * BLOCK_TOKENS * 4
+REQUESTS = 32
+
+Stages = list[tuple[int, dict[str, float]]]
+LAYOUTS: dict[str, Stages] = {
+    "1x2": [(4, {"a": 1}), (4, {"b": 1})],
+    "2-1": [(5, {"a": 1, "b": 2}), (3, {"c": 1})],
+    "2-3": [(4, {"a": 2, "b": 1}), (4, {"c": 1, "d": 1, "e": 2})],
+    "1-2-1": [(2, {"a": 1}), (5, {"b": 1, "c": 2}), (1, {"d": 1})],
+    "uneven": [(1, {"a": 1}), (7, {"b": 3, "c": 2})],
+}
+
+
+class Engine:
+    """vLLM in this process, over nodes of its own if there are stages; steps are taken one by one."""
+
+    def __init__(self, model: str, port: int, stages: Stages | None = None, **options: Any) -> None:
+        self.pids: dict[str, int] = {}
+        nodes: dict[str, dict[str, Any]] = options.pop("nodes", {})
+        others: dict[str, Any] = {}
+        if stages is not None:
+            layout = {
+                "stages": [
+                    {
+                        "layers": layers,
+                        "nodes": [
+                            {"name": name, "throughput": weight, **nodes.get(name, {})} for name, weight in own.items()
+                        ],
+                    }
+                    for layers, own in stages
+                ],
+                "listen": f"127.0.0.1:{port}",
+                **options.pop("layout", {}),
+            }
+            for _, own in stages:
+                for name in own:
+                    self.pids[name] = fork_node(name, str(layout["listen"]), layout.get("key_file"))
+            others = {
+                "distributed_executor_backend": stage_executor.StageExecutor,
+                "additional_config": {"coral_stages": layout},
+            }
+        blocks = options.pop("blocks_of_8_layers", 1000)
+        settings = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 512,
+            "block_size": BLOCK_TOKENS,
+            "kv_cache_memory_bytes": blocks * 8 * LAYER_BLOCK_BYTES,
+            "disable_log_stats": False,
+            "enable_prefix_caching": False,
+            "max_num_seqs": 64,
+            "max_num_batched_tokens": 64,
+        }
+        self.llm = LLM(model=model, **{**settings, **options}, **others)
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, tuple[str | None, Any]] = {}
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def steps(self) -> Iterator[int]:
+        """Until all requests have ended; the number of the step."""
+        number = 0
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                self.tokens[output.request_id] = list(output.outputs[0].token_ids)
+                if output.finished:
+                    self.ends[output.request_id] = (output.outputs[0].finish_reason, output.outputs[0].stop_reason)
+            number += 1
+            yield number
+
+    def run(self) -> None:
+        for _ in self.steps():
+            pass
+        self.settle()
+
+    def settle(self) -> None:
+        """Let the nodes hear of the last requests' end."""
+        for _ in range(3):
+            self.core.step_fn()
+
+    def metric(self, name: str) -> float:
+        return float(sum(metric.value for metric in self.llm.get_metrics() if metric.name == name))
+
+    def left_behind(self) -> dict[str, float]:
+        """KV blocks still held, by the scheduler and by each node; what is not 0."""
+        held = {"scheduler": self.core.scheduler.get_kv_cache_usage(), **self.core.model_executor.blocks_in_use()}
+        return {where: count for where, count in held.items() if count}
+
+
+def fork_node(name: str, engine: str, key_file: str | None) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        end_with_parent()
+        stage_node.main(["--name", name, "--engine", engine, *(["--key-file", key_file] if key_file else [])])
+    except BaseException:  # noqa: BLE001 - a fork must not return into its parent's code
+        traceback.print_exc()
+    os._exit(0)
+
+
+def prompt_of(number: int) -> list[int]:
+    dice = random.Random(number)
+    return [dice.randrange(5, 1000) for _ in range(dice.randrange(5, 150))]
+
+
+def params_of(number: int) -> SamplingParams:
+    """Greedy, save a few that show what else must come out the same."""
+    dice = random.Random(1000 + number)
+    params = SamplingParams(temperature=0.0, max_tokens=dice.randrange(4, 60), ignore_eos=True)
+    match number % 16:
+        case 3:
+            params.repetition_penalty = 1.3
+        case 7:
+            params.presence_penalty, params.stop_token_ids = 0.7, [11, 12, 13]
+        case 11:
+            params.logprobs = 2
+    return params
+
+
+def add_all(engine: Engine, count: int = REQUESTS) -> None:
+    for number in range(count):
+        engine.add(f"r{number}", prompt_of(number), params_of(number))
+
+
+def plain(model: str, port: int) -> dict[str, Any]:
+    """What a single engine says."""
+    engine = Engine(model, port)
+    add_all(engine, 2 * REQUESTS)
+    engine.run()
+    return {"tokens": engine.tokens}
+
+
+def layout(name: str) -> Callable[[str, int], dict[str, Any]]:
+    """A layout under load, short of blocks, some requests aborted: tokens, preemptions, blocks left behind."""
+
+    def scenario(model: str, port: int) -> dict[str, Any]:
+        engine = Engine(model, port, LAYOUTS[name], blocks_of_8_layers=17, layout={"silence_s": 15.0})
+        add_all(engine)
+        aborted = ["r2", "r9", "r20", "r31"]
+        for number in engine.steps():
+            if number in {3, 12, 25, 40}:
+                engine.engine.abort_request([aborted[{3: 0, 12: 1, 25: 2, 40: 3}[number]]])
+        engine.settle()
+        return {
+            "tokens": engine.tokens,
+            "aborted": [request for request in aborted if request not in engine.ends],
+            "preemptions": engine.metric("vllm:num_preemptions"),
+            "left_behind": engine.left_behind(),
+            "hops": engine.core.model_executor.hops(),
+            "blocks": engine.core.model_executor._pipeline.pools.blocks,
+        }
+
+    return scenario
+
+
+def kills(model: str, port: int) -> dict[str, Any]:
+    """Nodes of a (2,3) layout are killed one after another under load, the last of its stage at the end."""
+    status = Path(os.environ["STAGE_DRIVER_FOLDER"]) / "status.json"
+    engine = Engine(model, port, LAYOUTS["2-3"], layout={"silence_s": 15.0, "status_file": str(status)})
+    rounds: list[dict[str, Any]] = []
+    for turn, victim in enumerate(os.environ.get("STAGE_DRIVER_VICTIMS", "b d e a").split()):
+        engine.tokens, engine.ends = {}, {}
+        add_all(engine)
+        killed_at = 0.0
+        error = None
+        bound: set[str] = set()
+        began = False
+        try:
+            for number in engine.steps():
+                if number >= 6 + 3 * turn and not began:
+                    began = True
+                    pipeline = engine.core.model_executor._pipeline
+                    bound = {
+                        r for r, path in pipeline.bindings.paths.items() if victim in path and r in pipeline._known
+                    }
+                    os.kill(engine.pids[victim], signal.SIGKILL)
+                    killed_at = time.monotonic()
+            engine.settle()
+        except Exception as failure:  # noqa: BLE001 - what it says is the result
+            error = f"{type(failure).__name__}: {failure}"
+        rounds.append(
+            {
+                "victim": victim,
+                "tokens": engine.tokens,
+                "ends": engine.ends,
+                "bound": sorted(request.rsplit("-", 1)[0] for request in bound),
+                "error": error,
+                "ended_s": time.monotonic() - killed_at,
+                "left_behind": engine.left_behind() if error is None else {},
+                "status": json.loads(status.read_text()),
+            }
+        )
+    return {"rounds": rounds}
+
+
+SCENARIOS: dict[str, Callable[[str, int], dict[str, Any]]] = {
+    "plain": plain,
+    **{name: layout(name) for name in LAYOUTS},
+    "kills": kills,
+}
+
+
+def main() -> None:
+    model, *names = sys.argv[1:]
+    results = os.fdopen(os.dup(1), "w")  # vLLM logs to the standard output
+    os.dup2(2, 1)
+    for number, name in enumerate(names):
+        pid = os.fork()
+        if pid:
+            os.waitpid(pid, 0)
+            continue
+        end_with_parent()
+        began = time.monotonic()
+        try:
+            result = SCENARIOS[name](model, 29710 + number)
+        except BaseException:  # noqa: BLE001 - the parent goes on with the next scenario
+            result = {"failed": traceback.format_exc()}
+        wall_s, cores = time.monotonic() - began, os.times()
+        print(
+            json.dumps({"scenario": name, "wall_s": wall_s, "user_s": cores.user, **result}), file=results, flush=True
+        )
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
