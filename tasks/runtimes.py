@@ -167,10 +167,15 @@ def state_runtimes(plan: dict[str, Any], scope: Scope, document: Mapping[str, An
         for stage, of_nodes in zip(item["stages"], layouts or repeat(None), strict=False):
             stage["layouts"] = of_nodes
         unrunnable += item["count"] if item["runtime"] is None else 0
-    plan["notes"] = [*plan["notes"], *_notes(document, unrunnable), *_retired(plan["changes"], scope)]
+    made_for = bool(pc.any(made_for_runtimes(scope.rows)).as_py())
+    plan["notes"] = [
+        *plan["notes"],
+        *_notes(document, unrunnable, made_for=made_for),
+        *_retired(plan["changes"], scope),
+    ]
 
 
-def _notes(document: Mapping[str, Any], unrunnable_instances: int) -> list[str]:
+def _notes(document: Mapping[str, Any], unrunnable_instances: int, *, made_for: bool) -> list[str]:
     """What the restriction costs; or, without one, how much of the plan nothing can run."""
     by_names = {restriction_text(item["runtimes"]): item for item in document["restrictions"]}
     own, everything = by_names[restriction_text(document["allowed"])], by_names[restriction_text(None)]

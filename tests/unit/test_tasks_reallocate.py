@@ -113,6 +113,16 @@ def test_plans_follow_what_is_seen_and_count_what_runs(job, wish):
     assert done.cost_usd_per_h == pytest.approx(first.plan["cost_usd_per_h"])
 
 
+def test_rented_nodes_are_planned_for_what_vllm_runs_and_a_rehearsal_for_all(job, wish):
+    rehearsed = plan_from(job, wish, see(job, wish))
+    assert rehearsed.decision["runtimes"]["allowed"] is None
+    rented = replace(job, provider=replace(job.provider, name="aws"))
+    outcome = plan_from(rented, wish, see(rented, wish))
+    assert outcome.decision["runtimes"]["allowed"] == ["vllm"]
+    assert {item["runtime"] for item in outcome.plan["instances"]} <= {"vllm"}
+    assert [note for note in outcome.plan["notes"] if "the library has none made for it" in note]
+
+
 def test_a_cost_limit_makes_a_shortfall_and_never_a_dearer_plan(job, wish):
     tight = replace(at_rate(wish, 6), max_usd_per_h=5.0)
     plan = plan_from(job, tight, see(job, tight)).plan
