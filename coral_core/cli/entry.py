@@ -54,6 +54,10 @@ app.command(
 )
 app.command("coral_core.cli.simulate:simulate", name="simulate", help="One policy on a scenario, in the simulator.")
 app.command(
+    "coral_core.cli.predict:predict", name="predict", help="TTFT and TPOT of one replica under load, with error bars."
+)
+app.command("coral_core.cli.ledger:ledger", name="ledger", help="Predicted against measured, the worst first.")
+app.command(
     "coral_core.cli.calibrate:calibrate", name="calibrate", help="How much of a capacity plans may count on, simulated."
 )
 app.register_install_completion_command(name="--install-completion")

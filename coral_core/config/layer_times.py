@@ -20,6 +20,23 @@ from coral_core.units import GBIT_PER_S
 REFERENCE_VARIABLE: Final = "CORAL_REFERENCE_DATA"
 
 
+def reference_folder(folder: Path | None) -> Path:
+    """The folder of reference data: the one given, else REFERENCE_VARIABLE's. DataGapError where there is none."""
+    named = str(folder) if folder is not None else os.environ.get(REFERENCE_VARIABLE, "")
+    if not named:
+        raise DataGapError(
+            "reference data does not ship with Coral",
+            where=REFERENCE_VARIABLE,
+            fix="set it to the folder of reference data, or name one with --data",
+        )
+    found = Path(named).expanduser()
+    if not found.is_dir():
+        raise DataGapError(
+            f"there is no folder {named}", where=REFERENCE_VARIABLE, fix="name the folder of reference data"
+        )
+    return found
+
+
 def load_layer_times(spec: LayerTimesSpec) -> LayerTimes:
     """The table of `spec`. DataGapError says which variable to set where it is not at hand."""
     where = f"capacity.layer_times.table {spec.table}"

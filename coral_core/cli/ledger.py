@@ -1,0 +1,55 @@
+"""`coral ledger`: predicted against measured, per model, GPU and phase."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from coral_core.cli.options import AsJson
+from coral_core.cli.output import print_json, print_note, print_table, print_text
+from coral_core.cli.report_file import ReportPath, check_report, write_report
+from coral_core.errors import InputError
+
+DataFolder = Annotated[
+    Path | None, Parameter(name="--data", help="Folder of reference data; default: CORAL_REFERENCE_DATA.")
+]
+
+
+def ledger(
+    *,
+    data: DataFolder = None,
+    report: ReportPath = None,
+    markdown: Annotated[Path | None, Parameter(help="Write the tables here, as Markdown.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare predictions with reference data: serving runs, layer times, latencies; the worst first.
+
+    No model is scored with costs fitted to its own runs. Corrects nothing: what plans count on changes only by
+    `coral profile fit`, or by profiles.
+    """
+    from coral_core.clock import SystemClock
+    from coral_core.config.layer_times import reference_folder
+    from coral_core.report.ledger_report import ledger_markdown, ledger_notes, ledger_page, ledger_tables
+    from coral_core.report.page import page_or_none
+    from tasks.ledger import ledger as make_ledger
+
+    check_report(report)
+    if markdown is not None and not markdown.parent.is_dir():
+        raise InputError("no such folder", where=str(markdown.parent), fix="create it, or write elsewhere")
+    document = make_ledger(reference_folder(data))
+    if report is not None:
+        time = SystemClock().now().isoformat(timespec="seconds")
+        write_report(report, page_or_none(lambda: ledger_page(document, time=time)))
+    if markdown is not None:
+        markdown.write_text(ledger_markdown(document), encoding="utf-8")
+        print_note(f"written to {markdown}")
+    if as_json:
+        print_json(document)
+        return
+    for table in ledger_tables(document):
+        print_table(table.title, table.columns, table.rows)
+        print_text("")
+    for note in ledger_notes(document):
+        print_text(f"note: {note}")

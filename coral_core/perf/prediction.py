@@ -1,0 +1,88 @@
+"""A serving prediction with its error bars, and what it rests on beyond what was compared with measurements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from coral_core.domain import model_math
+from coral_core.perf.errors import ErrorBar, load_errors
+from coral_core.perf.factors import expert_kind, load_factors
+from coral_core.perf.serving import Latencies, ServingPoint, predict
+
+FITTED_INPUT_TOKENS: Final = (1000, 8192)
+FITTED_OUTPUT_TOKENS: Final = (100, 8192)
+FITTED_CONCURRENCY: Final = (4, 128)
+"""Ranges of the runs that the engine's costs were fitted to."""
+
+_AGGREGATED: Final = "aggregated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """Error quantiles behind one figure, and whose they are."""
+
+    error: ErrorBar
+    basis: str
+
+    def bounds(self, value: float) -> tuple[float, float | None]:
+        """Between which a measurement lay in nine of ten comparisons; None where errors were too large for an upper one."""
+        p90 = self.error.p90_frac
+        return value / (1 + p90), value / (1 - p90) if p90 < 1 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Latencies with error bars; `extrapolated` says in what the point lies beyond all comparisons."""
+
+    point: ServingPoint
+    latencies: Latencies
+    ttft: Bar
+    tpot: Bar
+    extrapolated: tuple[str, ...]
+
+    @property
+    def queue_bound(self) -> bool:
+        """Whether clients wait for others to leave: TTFT is then a queue's."""
+        return self.latencies.running < self.point.concurrency
+
+
+def prediction(point: ServingPoint) -> Prediction:
+    """With the shipped factors. Raises what `serving.predict` raises."""
+    return Prediction(
+        point=point,
+        latencies=predict(point),
+        ttft=_bar(point.gpu.name, "ttft_s"),
+        tpot=_bar(point.gpu.name, "tpot_s"),
+        extrapolated=tuple(_beyond(point)),
+    )
+
+
+def _bar(gpu: str, metric: str) -> Bar:
+    known = load_errors()
+    for of in (metric, "latency_s"):
+        if (gpu, _AGGREGATED, of) in known:
+            found = known[gpu, _AGGREGATED, of]
+            return Bar(error=found, basis=f"{found.n} runs on {gpu} ({of}), models left out of the fit")
+    worst = max((bar for bar in known.values() if bar.metric == metric), key=lambda bar: bar.p90_frac)
+    return Bar(error=worst, basis=f"no runs on {gpu}: the worst of other GPUs, {worst.n} runs on {worst.gpu}")
+
+
+def _beyond(point: ServingPoint) -> list[str]:
+    found: list[str] = []
+    gpu, factors = point.gpu.name, load_factors()
+    if not any((gpu, _AGGREGATED, metric) in load_errors() for metric in ("tpot_s", "latency_s")):
+        found.append(f"no serving runs on {gpu}")
+    chosen = model_math.variant_of(point.shape, point.variant)
+    if point.shape.moe is not None and (gpu, expert_kind(chosen)) not in factors.experts:
+        found.append(f"no kernels of {expert_kind(chosen)} experts on {gpu}")
+    for what, value, (least, most) in (
+        ("input tokens", point.input_tokens, FITTED_INPUT_TOKENS),
+        ("output tokens", point.output_tokens, FITTED_OUTPUT_TOKENS),
+        ("concurrency", point.concurrency, FITTED_CONCURRENCY),
+    ):
+        if not least <= value <= most:
+            found.append(f"{value:g} {what}, compared at {least} to {most}")
+    if point.input_tokens + point.output_tokens > point.shape.max_context_tokens:
+        found.append(f"longer than the {point.shape.max_context_tokens} tokens that {point.shape.name} takes")
+    return found
