@@ -181,9 +181,10 @@ def _notes(document: Mapping[str, Any], unrunnable_instances: int, *, made_for: 
     own, everything = by_names[restriction_text(document["allowed"])], by_names[restriction_text(None)]
     if document["allowed"] is not None:
         share = f"{own['templates']:,} of {everything['templates']:,} templates"
-        return [
-            f"only what {restriction_text(document['allowed'])} can run is used ({share}); beside all templates: {extra_text(own)}"
-        ]
+        if not made_for:
+            share += "; the library has none made for it: `runtimes` in the scenario builds them"
+        can = restriction_text(document["allowed"])
+        return [f"only what {can} can run is used ({share}); beside all templates: {extra_text(own)}"]
     if not unrunnable_instances:
         return []
     stock = by_names[restriction_text([Runtime.VLLM])]
