@@ -53,8 +53,8 @@ class Probe:
         connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=timeout_s)
         try:
             connection.request(method, path, body, {"content-type": "application/json"})
-            response = connection.getresponse()
-            return response.read(MOST_BYTES) if response.status == http.client.OK else None
+            with connection.getresponse() as response:
+                return response.read(MOST_BYTES) if response.status == http.client.OK else None
         except (OSError, http.client.HTTPException):
             return None
         finally:
