@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from vllm import _custom_ops as ops
 
-from coral_core.engine.plugin.kv_plan import MAX_CHUNK_BYTES, Chunk, PlanError, Range, Shape
+from coral_core.engine.plugin.kv_plan import Chunk, PlanError, Range
 
 _DIGITS: Final = 100
 """Numbers up to this are exact in every dtype of a cache."""
@@ -27,17 +27,15 @@ class PagedCache:
     `order`: [token, content], where each element lies within a block's [token x content]; None where it lies in that order.
     """
 
-    def __init__(
-        self, caches: Mapping[int, torch.Tensor], heads: Range, shape: Shape, order: torch.Tensor | None
-    ) -> None:
-        self._caches, self._heads, self._shape, self._order = caches, heads, shape, order
+    def __init__(self, caches: Mapping[int, torch.Tensor], heads: Range, order: torch.Tensor | None) -> None:
+        self._caches, self._heads, self._order = caches, heads, order
         self._block_tokens = next(iter(caches.values())).shape[2]
         cuda = next(iter(caches.values())).is_cuda
         self._stream = torch.cuda.Stream() if cuda else None
 
     def read(self, chunk: Chunk, slots: npt.NDArray[np.int64]) -> memoryview:
-        """A copy of the chunk's elements, [token, head, content], as bytes. PlanError where it is not (all) held here."""
-        cache = self._held(chunk)
+        """A copy of the chunk's elements, [token, head, content], as bytes."""
+        cache = self._cache(chunk)
         with torch.cuda.stream(self._stream):
             found = cache[self._where(chunk, slots, cache.device)]
             if self._stream is not None:
@@ -49,9 +47,8 @@ class PagedCache:
 
     def write(self, chunk: Chunk, slots: npt.NDArray[np.int64], payload: memoryview) -> None:
         """Put the elements of a chunk into their slots; when it returns, they are there."""
-        cache = self._held(chunk)
-        shape = (len(slots), chunk.heads[1] - chunk.heads[0], self._shape.content)
-        given = torch.frombuffer(payload, dtype=cache.dtype).view(shape)
+        cache = self._cache(chunk)
+        given = torch.frombuffer(payload, dtype=cache.dtype).view(len(slots), chunk.heads[1] - chunk.heads[0], -1)
         with torch.cuda.stream(self._stream):
             if self._stream is not None:
                 given = given.pin_memory().to(cache.device, non_blocking=True)
@@ -59,12 +56,8 @@ class PagedCache:
             if self._stream is not None:
                 self._stream.synchronize()
 
-    def _held(self, chunk: Chunk) -> torch.Tensor:
-        cache = self._caches.get(chunk.layer)
-        if cache is None or not self._heads[0] <= chunk.heads[0] < chunk.heads[1] <= self._heads[1]:
-            raise PlanError(f"layer {chunk.layer}, KV heads {chunk.heads} are not held here")
-        if chunk.size_bytes(self._shape) > MAX_CHUNK_BYTES:
-            raise PlanError(f"{chunk.size_bytes(self._shape)} bytes at once")
+    def _cache(self, chunk: Chunk) -> torch.Tensor:
+        cache = self._caches[chunk.layer]
         return cache if self._order is None else cache.view(*cache.shape[:2], -1)
 
     def _where(self, chunk: Chunk, slots: npt.NDArray[np.int64], device: torch.device) -> tuple[torch.Tensor, ...]:

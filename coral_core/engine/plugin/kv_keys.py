@@ -49,7 +49,7 @@ class FleetKeys:
         """The reply to a question of ZeroMQ's authentication protocol (RFC 27): may this client connect?"""
         version, number = (request[0], request[1]) if len(request) > 1 else (b"1.0", b"")
         known = len(request) == 7 and request[2] == _DOMAIN and request[5] == b"CURVE"
-        ok = known and z85.encode(request[6]) == self.client_public
+        ok = known and request[6] == z85.decode(self.client_public)
         return [version, number, b"200" if ok else b"400", b"" if ok else b"not of this fleet", b"", b""]
 
 

@@ -187,6 +187,19 @@ def chunks(source: Source, first: int, last: int, shape: Shape, chunk_bytes: int
             yield Chunk(layer=layer, heads=source.heads, first=start, last=min(start + step, last))
 
 
+def check_held(chunk: Chunk, place: Place, shape: Shape, tokens: int) -> None:
+    """PlanError unless a worker at `place` has this chunk of a prompt of so many tokens, and it is not too much at once."""
+    within = (
+        ((chunk.layer, chunk.layer + 1), place.layers),
+        (chunk.heads, place.heads),
+        ((chunk.first, chunk.last), (0, tokens)),
+    )
+    if not all(whole[0] <= part[0] < part[1] <= whole[1] for part, whole in within):
+        raise PlanError(f"{chunk} is not within {tokens} tokens of layers {place.layers}, KV heads {place.heads}")
+    if chunk.size_bytes(shape) > MAX_CHUNK_BYTES:
+        raise PlanError(f"{chunk.size_bytes(shape)} bytes at once, at most {MAX_CHUNK_BYTES} are given")
+
+
 def slots(block_ids: Sequence[int], block_size: int, first: int, last: int) -> npt.NDArray[np.int64]:
     """Where the tokens `[first, last)` of a request lie: block number x block size + place in the block; [last - first].
 
@@ -196,11 +209,6 @@ def slots(block_ids: Sequence[int], block_size: int, first: int, last: int) -> n
         raise PlanError(f"tokens {first} to {last} are not within {len(block_ids)} blocks of {block_size} tokens")
     tokens = np.arange(first, last, dtype=np.int64)
     return np.asarray(block_ids, dtype=np.int64)[tokens // block_size] * block_size + tokens % block_size
-
-
-def blocks_of(block_ids: Sequence[int], block_size: int, first: int, last: int) -> list[int]:
-    """The blocks that hold the tokens `[first, last)`."""
-    return list(block_ids[first // block_size : -(-last // block_size)])
 
 
 def prompt_digest(token_ids: Sequence[int], *others: str) -> str:

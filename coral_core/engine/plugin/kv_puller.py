@@ -240,8 +240,6 @@ class BlockPuller:
         ticket = next(self._tickets)
         self._say(address, Get(ticket=ticket, lease=job.pull.lease, chunk=chunk))
         self._asked[ticket] = (job, address, chunk)
-        if not job.asked:
-            job.heard_s = self._clock()  # until now it waited for room, not for its producers
         job.asked.add(ticket)
         size_bytes = chunk.size_bytes(self._shape)
         self._peers[address].asked_bytes += size_bytes
@@ -256,7 +254,7 @@ class BlockPuller:
         try:
             peer.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError:  # as if it were lost on the way
-            logger.warning("KV transfer: %s takes no messages", address)
+            logger.debug("KV transfer: %s takes no messages", address)
 
     def _connect(self, address: str) -> _Peer:
         socket = self._context.socket(zmq.DEALER)
@@ -281,10 +279,9 @@ class BlockPuller:
             if peer.monitor in ready:
                 while peer.monitor.poll(0):
                     recv_monitor_message(peer.monitor)
-                self._fail(
-                    {asked.pull.request_id for asked, at, _ in self._asked.values() if at == address},
-                    f"{address} is lost",
-                )
+                hit = {asked.pull.request_id for asked, at, _ in self._asked.values() if at == address}
+                self._fail(hit, f"the connection to {address} is lost")
+                self._drop(address, peer)
 
     def _hear(self, address: str, peer: _Peer) -> None:
         frames = peer.socket.recv_multipart(copy=False)
@@ -336,13 +333,12 @@ class BlockPuller:
     def _give_up(self) -> None:
         now_s = self._clock()
         late_s = now_s - self._terms.stall_s
-        stalled = {name for name, job in self._jobs.items() if (job.asked or job.again) and job.heard_s < late_s}
         silent = {address for address, peer in self._peers.items() if peer.asked_bytes and peer.heard_s < late_s}
-        if stalled:  # others may wait for room at a producer that will not answer them either
-            for name, job in self._jobs.items():
-                if job.todo and job.todo[0][0] in silent:
-                    stalled.add(name)
-            self._fail(stalled, f"nothing came for {self._terms.stall_s:g} s")
+        for job in self._jobs.values():
+            if not (job.asked or job.again or (job.todo and job.todo[0][0] in silent)):
+                job.heard_s = now_s  # it waits for room, not for a producer
+        stalled = [name for name, job in self._jobs.items() if job.heard_s < late_s]
+        self._fail(stalled, f"nothing came for {self._terms.stall_s:g} s")
         for address, peer in list(self._peers.items()):
             if not peer.asked_bytes and now_s - peer.used_s > _IDLE_S:
                 self._drop(address, peer)
@@ -351,5 +347,6 @@ class BlockPuller:
         self._poller.unregister(peer.socket)
         self._poller.unregister(peer.monitor)
         peer.socket.disable_monitor()
+        peer.monitor.close()
         peer.socket.close()
         del self._peers[address]

@@ -33,8 +33,8 @@ from coral_core.engine.plugin.kv_plan import (
     terms,
 )
 
-WorkerId = tuple[int, int]
-"""Pipeline rank and tensor-parallel rank."""
+WorkerId = tuple[Any, ...]
+"""Pipeline rank and tensor-parallel rank; then what tells apart the nodes of a stage, where it has several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,13 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch:
-    """A consumer's request: its tokens `[first, last)` go to its blocks, for each worker from its sources; or `error`."""
+    """A consumer's request: its tokens `[first, last)` go to its blocks; `sources` by pipeline and tensor-parallel rank."""
 
     first: int
     last: int
     block_ids: list[int]
     lease: str = ""
-    sources: dict[WorkerId, tuple[Source, ...]] = field(default_factory=dict)
+    sources: dict[tuple[int, int], tuple[Source, ...]] = field(default_factory=dict)
     error: str = ""
 
 
@@ -170,7 +170,7 @@ class SchedulerSide(KVConnectorBase_V1):
             tokens=tokens,
             prompt=digest_of(request),
             shape=self._shape,
-            places=tuple(self._places[worker] for worker in sorted(self.bound(request.request_id))),
+            places=tuple(self._places[worker] for worker in self.bound(request.request_id)),
         )
         return True, {
             "do_remote_prefill": True,
@@ -192,10 +192,14 @@ class SchedulerSide(KVConnectorBase_V1):
             raise PlanError(
                 f"the offer is for another prompt ({offer.tokens} tokens, here {request.num_prompt_tokens})"
             )
-        bound = sorted(self.bound(request.request_id))
+        bound = list(self.bound(request.request_id))
         fetches, unneeded = sources(offer.places, tuple(self._places[worker] for worker in bound))
         self._step.tells += [(address, Done(lease=offer.lease, taker="", takers=0)) for address in unneeded]
-        return replace(fetch, lease=offer.lease, sources=dict(zip(bound, fetches, strict=True)))
+        return replace(
+            fetch,
+            lease=offer.lease,
+            sources={(worker[0], worker[1]): own for worker, own in zip(bound, fetches, strict=True)},
+        )
 
     def _give_back(self, request: Request) -> None:
         self._wanted.pop(request.request_id, None)

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import zmq
@@ -29,7 +30,7 @@ from coral_core.engine.plugin.kv_frames import (
 )
 from coral_core.engine.plugin.kv_keys import ZAP_ADDRESS, FleetKeys
 from coral_core.engine.plugin.kv_lease import LeaseTable, NoLeaseError
-from coral_core.engine.plugin.kv_plan import Chunk, PlanError, Terms, slots
+from coral_core.engine.plugin.kv_plan import Chunk, Place, PlanError, Shape, Terms, check_held, slots
 
 logger = logging.getLogger("vllm.coral.kv")
 _POLL_MS: Final = 100
@@ -37,11 +38,11 @@ _FULL_POLL_MS: Final = 2
 _HEARTBEAT_MS: Final = 5000
 
 Read = Callable[[Chunk, npt.NDArray[np.int64]], memoryview]
-"""The elements of a chunk that lie in these slots; PlanError where the worker does not hold them."""
+"""A copy of the elements of a chunk, which lie in these slots."""
 
 
 class BlockServer:
-    """Serves what `leases` allow; `address` is where."""
+    """Serves what `leases` allow of a worker's layers and heads; `place` is theirs, and says where they are served."""
 
     def __init__(
         self,
@@ -50,11 +51,14 @@ class BlockServer:
         host: str,
         port: int | None,
         terms: Terms,
+        place: Place,
+        shape: Shape,
         block_size: int,
         leases: LeaseTable,
         read: Read,
     ) -> None:
-        self._keys, self._terms, self._block_size, self._leases, self._read = keys, terms, block_size, leases, read
+        self._keys, self._terms, self._leases, self._read = keys, terms, leases, read
+        self._shape, self._block_size = shape, block_size
         self._sending: deque[tuple[int, Any]] = deque()
         self._sending_bytes = 0
         self.peak_bytes = 0
@@ -77,7 +81,7 @@ class BlockServer:
             port = self._router.bind_to_random_port(where)
         else:
             self._router.bind(f"{where}:{port}")
-        self.address: Final = f"{where}:{port}"
+        self.place: Final = msgspec.structs.replace(place, address=f"{where}:{port}")
         self._thread = threading.Thread(target=self._run, name="coral-kv-server", daemon=True)
         self._thread.start()
 
@@ -99,41 +103,39 @@ class BlockServer:
                 if self._zap in ready:
                     self._zap.send_multipart(self._keys.admitted(self._zap.recv_multipart()))
                 if self._router in ready:
-                    self._handle(self._router.recv_multipart())
+                    peer, *frames = self._router.recv_multipart()
+                    self._handle(peer, b"".join(frames))
         finally:
             self._context.destroy(linger=0)
 
-    def _handle(self, frames: list[bytes]) -> None:
+    def _handle(self, peer: bytes, header: bytes) -> None:
         try:
-            message = question(b"".join(frames[1:]))
+            message = question(header)
         except FrameError as error:
             self.counts["malformed"] += 1
             logger.warning("KV transfer: dropped a malformed message: %s", error)
             return
         match message:
             case Get():
-                self._give(frames[0], message)
+                self._give(peer, message)
             case Done():
                 self._leases.done(message.lease, message.taker, message.takers)
             case _:
                 self._leases.renew(message.lease)
 
     def _give(self, peer: bytes, get: Get) -> None:
+        chunk = get.chunk
         try:
             with self._leases.reading(get.lease) as lease:
-                payload = self._payload(get.chunk, lease.block_ids, lease.tokens)
+                check_held(chunk, self.place, self._shape, lease.tokens)
+                payload = self._read(chunk, slots(lease.block_ids, self._block_size, chunk.first, chunk.last))
         except NoLeaseError as error:
             self._send(peer, Refused(ticket=get.ticket, reason=error.reason), None)
-        except PlanError as error:
-            logger.warning("KV transfer: refused a chunk: %s", error)
+        except Exception as error:  # whatever it is, the others are still served
+            logger.warning("KV transfer: refused a chunk: %s", error, exc_info=not isinstance(error, PlanError))
             self._send(peer, Refused(ticket=get.ticket, reason="outside"), None)
         else:
             self._send(peer, Data(ticket=get.ticket, checksum=checksum(get.ticket, payload)), payload)
-
-    def _payload(self, chunk: Chunk, block_ids: Any, tokens: int) -> memoryview:  # noqa: ANN401 - as the engine gives them
-        if not 0 <= chunk.first < chunk.last <= tokens:
-            raise PlanError(f"tokens {chunk.first} to {chunk.last} of {tokens}")
-        return self._read(chunk, slots(block_ids, self._block_size, chunk.first, chunk.last))
 
     def _send(self, peer: bytes, header: Data | Refused, payload: memoryview | None) -> None:
         try:

@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorHandshakeMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorTransferResults,
+)
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.utils import extract_layer_index
@@ -17,9 +21,9 @@ from vllm.v1.attention.backend import AttentionMetadata
 from coral_core.engine.plugin.kv_cache import PagedCache, packed_order
 from coral_core.engine.plugin.kv_keys import fleet_keys
 from coral_core.engine.plugin.kv_lease import LeaseTable
-from coral_core.engine.plugin.kv_plan import Place, PlanError, Shape, blocks_of, head_range, terms
+from coral_core.engine.plugin.kv_plan import Place, PlanError, Shape, head_range, terms
 from coral_core.engine.plugin.kv_puller import BlockPuller, Pull
-from coral_core.engine.plugin.kv_scheduler import Fetch, Hello, StepMetadata, WorkerId
+from coral_core.engine.plugin.kv_scheduler import Hello, StepMetadata
 from coral_core.engine.plugin.kv_server import BlockServer
 
 
@@ -34,16 +38,13 @@ class WorkerSide(KVConnectorBase_V1):
         """Be ready for the model runner's calls."""
         self._limits = terms(self._kv_transfer_config.kv_connector_extra_config)
         self._keys = fleet_keys(self._limits.key_file)
-        self._id: WorkerId = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        self._id = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._leases = LeaseTable(self._limits.lease_s, time.monotonic)
-        self._fetches: dict[str, Fetch] = {}
-        self._failed_blocks: set[int] = set()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Begin to serve and to fetch. PlanError where the caches are not what this connector knows."""
         paged, place, shape = self._known(kv_caches)
         block_size = self._vllm_config.cache_config.block_size
-        address = ""
         if self._kv_transfer_config.is_kv_producer:
             first_port, rank = self._limits.first_port, self._vllm_config.parallel_config.rank
             self._server = BlockServer(
@@ -51,11 +52,13 @@ class WorkerSide(KVConnectorBase_V1):
                 host=self._limits.host or get_ip(),
                 port=None if first_port is None else first_port + rank,
                 terms=self._limits,
+                place=place,
+                shape=shape,
                 block_size=block_size,
                 leases=self._leases,
                 read=paged.read,
             )
-            address = self._server.address
+            place = self._server.place
         if self._kv_transfer_config.is_kv_consumer:
             self._puller = BlockPuller(
                 keys=self._keys,
@@ -66,7 +69,7 @@ class WorkerSide(KVConnectorBase_V1):
                 write=paged.write,
                 clock=time.monotonic,
             )
-        self._hello = Hello(place=Place(address=address, layers=place.layers, heads=place.heads), shape=shape)
+        self._hello = Hello(place=place, shape=shape)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What this engine's scheduler is to know of this worker."""
@@ -81,7 +84,6 @@ class WorkerSide(KVConnectorBase_V1):
         if self._puller is None:
             return
         for request_id, fetch in step.fetches.items():
-            self._fetches[request_id] = fetch
             self._puller.start(
                 Pull(
                     request_id=request_id,
@@ -98,21 +100,14 @@ class WorkerSide(KVConnectorBase_V1):
         for address, message in step.tells if self._id == (0, 0) else ():
             self._puller.tell(address, message)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002 - vLLM's
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002 - vLLM's
         """The requests whose blocks need not be kept any more, and those whose fetch has ended, well or not."""
-        received = set()
-        for pulled in self._puller.take_ended() if self._puller is not None else ():
-            fetch = self._fetches.pop(pulled.request_id)
-            received.add(pulled.request_id)
-            if pulled.error:
-                size = self._vllm_config.cache_config.block_size
-                self._failed_blocks.update(blocks_of(fetch.block_ids, size, fetch.first, fetch.last))
-        return self._leases.take_ended() or None, received or None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks of fetches that failed since the last call."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+        pulled = list(self._puller.take_ended()) if self._puller is not None else []
+        return KVConnectorTransferResults(
+            finished_sending=self._leases.take_ended(),
+            finished_recving={one.request_id for one in pulled},
+            failed_recving={one.request_id for one in pulled if one.error},
+        )
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: no request is scheduled before all of it is there."""
@@ -161,7 +156,7 @@ class WorkerSide(KVConnectorBase_V1):
         if cache.device.type == "cpu":
             attention = self._vllm_config.compilation_config.static_forward_context[name]
             order = packed_order(cache, attention.isa, attention.kv_cache_dtype)
-        return PagedCache(caches, own, shape, order), Place(address="", layers=layers, heads=own), shape
+        return PagedCache(caches, own, order), Place(address="", layers=layers, heads=own), shape
 
 
 def total_heads(vllm_config: VllmConfig) -> int:
