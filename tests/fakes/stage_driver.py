@@ -35,6 +35,7 @@ import torch  # noqa: E402 - after the environment that it reads
 torch.set_num_threads(1)
 
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.config import KVTransferConfig  # noqa: E402
 
 from coral_core.engine.plugin import stage_executor, stage_node  # noqa: E402
 from coral_core.engine.plugin.stage_rank import end_with_parent  # noqa: E402
@@ -98,6 +99,7 @@ class Engine:
         self.core = self.engine.engine_core.engine_core
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, tuple[str | None, Any]] = {}
+        self.offers: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -109,6 +111,7 @@ class Engine:
             for output in self.engine.step():
                 self.tokens[output.request_id] = list(output.outputs[0].token_ids)
                 if output.finished:
+                    self.offers[output.request_id] = output.kv_transfer_params or {}
                     self.ends[output.request_id] = (output.outputs[0].finish_reason, output.outputs[0].stop_reason)
             number += 1
             yield number
@@ -239,10 +242,61 @@ def kills(model: str, port: int) -> dict[str, Any]:
     return {"rounds": rounds}
 
 
+def prefill_decode(model: str, port: int) -> dict[str, Any]:
+    """Prefill in (2,1) stages, decode in (1,2,1) of another split: every KV cache goes from the nodes of one path to those of another."""
+    key_file = Path(os.environ["STAGE_DRIVER_FOLDER"]) / "fleet.key"
+    key_file.write_text("0123456789abcdef" * 4)
+    extra = {"key_file": str(key_file), "host": "127.0.0.1"}
+
+    def engine(port: int, stages: Stages, role: str) -> Engine:
+        config = KVTransferConfig(
+            kv_connector="CoralKVConnector",
+            kv_connector_module_path="coral_core.engine.plugin.kv_connector",
+            kv_role=role,
+            kv_connector_extra_config=extra,
+            kv_load_failure_policy="fail",
+        )
+        layout = {"key_file": str(key_file), "silence_s": 15.0}
+        return Engine(model, port, stages, kv_transfer_config=config, layout=layout)
+
+    decode_stages: Stages = [(2, {"u": 1}), (5, {"v": 1, "w": 2}), (1, {"x": 1})]
+    prefill = engine(port, LAYOUTS["2-1"], "kv_producer")
+    decode = engine(port + 100, decode_stages, "kv_consumer")
+    for number in range(REQUESTS):
+        params = params_of(number)
+        params.max_tokens = 1
+        params.extra_args = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+        prefill.add(f"r{number}", prompt_of(number), params)
+    for _ in prefill.steps():
+        pass
+    for number in range(REQUESTS):
+        params = params_of(number)
+        params.extra_args = {"kv_transfer_params": prefill.offers[f"r{number}"]}
+        decode.add(f"r{number}", prompt_of(number), params)
+    for _ in decode.steps():
+        if prefill.core.scheduler.has_requests():
+            prefill.core.step_fn()
+    until = time.monotonic() + 10.0
+    while prefill.core.scheduler.has_requests() and time.monotonic() < until:
+        prefill.core.step_fn()
+    decode.settle()
+    return {
+        "tokens": decode.tokens,
+        "aborted": [],
+        "preemptions": 0,
+        "external_tokens": decode.metric("vllm:external_prefix_cache_hits"),
+        "prompt_tokens": sum(len(prompt_of(number)) for number in range(REQUESTS)),
+        "left_behind": {**{f"p.{k}": v for k, v in prefill.left_behind().items()}, **decode.left_behind()},
+        "hops": decode.core.model_executor.hops(),
+        "blocks": decode.core.model_executor._pipeline.pools.blocks,
+    }
+
+
 SCENARIOS: dict[str, Callable[[str, int], dict[str, Any]]] = {
     "plain": plain,
     **{name: layout(name) for name in LAYOUTS},
     "kills": kills,
+    "prefill-decode": prefill_decode,
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.executor.abstract import Executor, FailureCallback
@@ -84,8 +85,7 @@ class StageExecutor(Executor):
             if hello["vllm"] != vllm_version:
                 raise LayoutError(f"node {name} runs vLLM {hello['vllm']}, the engine {vllm_version}: install the same")
         for index, node in enumerate(layout.nodes):
-            stage = layout.stage_of(node.name)
-            self._hub.send(node.name, "start", config, node, index, stage, list(layout.layers))
+            self._hub.send(node.name, "start", config, node, index, layout)
         self._pipeline.gather(self._names, "start", layout.start_s)
         for number, stage_ahead in enumerate(layout.stages[1:]):
             ahead = {node.name: hellos[node.name]["address"] for node in stage_ahead.nodes}
@@ -134,6 +134,14 @@ class StageExecutor(Executor):
         blocks = self._pipeline.ask(self._names, "cache", kv_cache_configs[0])
         self._pipeline.pools = BlockPools(dict(zip(self._names, blocks, strict=True)))
         logger.info("KV blocks of the nodes: %s", self._pipeline.pools.blocks)
+
+    def get_kv_connector_handshake_metadata(self) -> list[dict[tuple[Any, ...], KVConnectorHandshakeMetadata]]:
+        """By stage, rank inside the node, and node."""
+        answers = self._pipeline.ask(self._names, "handshake")
+        return [
+            {(*worker, name): hello for hellos in answer if hellos for worker, hello in hellos.items()}
+            for name, answer in zip(self._names, answers, strict=True)
+        ]
 
     def compile_or_warm_up_model(self) -> None:
         """The last thing before requests come."""
@@ -237,6 +245,8 @@ def _refuse(config: VllmConfig, layout: Layout) -> None:
         f"{model.architectures}: vLLM cannot cut it into stages": len(layout.stages) > 1
         and not model.registry.is_pp_supported_model(model.architectures, model),
         "--enable-expert-parallel with --enable-eplb": parallel.enable_eplb,
+        "a KV connector other than coral_core.engine.plugin.kv_connector": config.kv_transfer_config is not None
+        and config.kv_transfer_config.kv_connector_module_path != "coral_core.engine.plugin.kv_connector",
         "sleep mode": model.enable_sleep_mode,
     }
     if refused := [what for what, so in against.items() if so]:

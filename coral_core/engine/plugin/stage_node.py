@@ -24,7 +24,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.version import __version__ as vllm_version
 
-from coral_core.engine.plugin.stage_layout import Node
+from coral_core.engine.plugin.kv_scheduler import StepMetadata
+from coral_core.engine.plugin.stage_kv import joined
+from coral_core.engine.plugin.stage_layout import Layout, Node
 from coral_core.engine.plugin.stage_rank import Ranks, Seat, end_with_parent
 from coral_core.engine.plugin.stage_steps import Backlog, Entry, merged, merged_grammar
 from coral_core.engine.plugin.stage_wire import Inbox, Link, Outbox, Wire, keys_for, wait_for
@@ -32,6 +34,8 @@ from coral_core.engine.plugin.stage_wire import Inbox, Link, Outbox, Wire, keys_
 logger = logging.getLogger("vllm.coral.stage")
 DELAY_VARIABLE: Final = "CORAL_NODE_DELAY_MS"
 _IDLE_S: Final = 0.5
+_TRANSFER_S: Final = 0.005
+"""How often an idle node looks whether a KV transfer has ended."""
 
 
 class StageNode:
@@ -48,6 +52,9 @@ class StageNode:
         self._delay_s = delay_s(os.environ.get(DELAY_VARIABLE, ""), name)
         self._finished: set[str] = set()
         self._first = True
+        self._has_kv = False
+        self._metadata: StepMetadata | None = None
+        self._transfers = 0  # that have begun here and not ended, counted by rank
         self._ranks: Ranks
         self._backlog: Backlog
 
@@ -58,10 +65,12 @@ class StageNode:
                 self._inbox.read()
                 if hasattr(self, "_backlog") and (entries := self._backlog.take(self._ready)):
                     self._step(entries)
-                elif self._finished:
+                elif self._finished or self._metadata is not None:
                     self._step([])
                 else:
-                    wait_for([self._link.socket, self._inbox.socket], _IDLE_S)
+                    wait_for([self._link.socket, self._inbox.socket], _TRANSFER_S if self._transfers else _IDLE_S)
+                    if self._transfers:
+                        self._metadata = joined(self._metadata, StepMetadata())
         except Exception:
             logger.exception("stage node failed")
             self._link.send("failed", traceback.format_exc())
@@ -75,13 +84,16 @@ class StageNode:
             getattr(self, f"_on_{message[0]}")(*message[1:])
         return True
 
-    def _on_start(self, config: VllmConfig, node: Node, index: int, stage: int, layers: list[int]) -> None:
+    def _on_start(self, config: VllmConfig, node: Node, index: int, layout: Layout) -> None:
+        stage = layout.stage_of(node.name)
         self._first = stage == 0
+        self._has_kv = config.kv_transfer_config is not None
         seat = Seat(
             node=node,
             index=index,
+            replica=layout.stages[stage].nodes.index(node),
             stage=stage,
-            layers=layers,
+            layers=layout.layers,
             rank=0,
             init_method=get_distributed_init_method("127.0.0.1", get_open_port()),
         )
@@ -110,8 +122,14 @@ class StageNode:
         hop = self._inbox.hop
         self._link.send("reply", (hop.messages, hop.payload_bytes, hop.seconds))
 
-    def _on_run(self, entries: list[Entry]) -> None:
+    def _on_handshake(self) -> None:
+        self._link.send("reply", self._ranks.run("handshakes"))
+
+    def _on_run(self, entries: list[Entry], metadata: StepMetadata | None) -> None:
         self._backlog.add(entries)
+        if metadata is not None:
+            self._metadata = joined(self._metadata, metadata)
+            self._transfers += (len(metadata.grants) + len(metadata.fetches)) * self._ranks.size
 
     def _on_end(self, request_ids: list[str]) -> None:
         self._finished.update(request_ids)
@@ -132,9 +150,15 @@ class StageNode:
         if entries and self._delay_s:
             time.sleep(self._delay_s)
         rows = {} if self._first else {entry.request_id: self._inbox.rows.pop(entry.key) for entry in entries}
-        output = merged(entries, self._finished, None)
-        self._finished = set()
-        result, _ = self._ranks.run("step", output, rows, merged_grammar(entries))
+        metadata = (self._metadata or StepMetadata()) if self._has_kv else None
+        output = merged(entries, self._finished, metadata)
+        self._finished, self._metadata = set(), None
+        result, transfers = self._ranks.run("step", output, rows, merged_grammar(entries))
+        if transfers:
+            self._transfers -= sum(
+                len(one.finished_sending or ()) + len(one.finished_recving or ()) for one in transfers
+            )
+            self._link.send("kv", transfers)
         if result is None:
             return
         if isinstance(result, ModelRunnerOutput):

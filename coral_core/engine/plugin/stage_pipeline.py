@@ -22,6 +22,8 @@ import numpy.typing as npt
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from coral_core.engine.plugin.kv_scheduler import StepMetadata
+from coral_core.engine.plugin.stage_kv import TransferCount, for_node, joined
 from coral_core.engine.plugin.stage_layout import Bindings, BlockPools, Layout, Path, StageLostError
 from coral_core.engine.plugin.stage_steps import Entry, entries_for
 from coral_core.engine.plugin.stage_wire import Hub, Message
@@ -55,6 +57,7 @@ class Pipeline:
         self._ending: set[str] = set()
         self._dropping: set[tuple[str, str]] = set()
         self._released: set[tuple[str, str]] = set()
+        self._transfers = TransferCount(layout, self._holders)
         self._events: deque[tuple[str, Message]] = deque()
 
     def flying(self, request_id: str) -> bool:
@@ -90,8 +93,11 @@ class Pipeline:
     def dispatch(self, steps: list[tuple[Path, SchedulerOutput]], grammar: Mapping[str, npt.NDArray[np.int32]]) -> None:
         """Send every node its entries of these steps, and tell it which requests ended."""
         entries: dict[str, list[Entry]] = defaultdict(list)
+        metadata: dict[str, StepMetadata] = {}
         for path, output in steps:
             self._number += 1
+            if isinstance(output.kv_connector_metadata, StepMetadata):
+                self._share(output.kv_connector_metadata, metadata)
             for request_id in output.finished_req_ids:
                 self._end(request_id)
             for request_id, tokens in output.num_scheduled_tokens.items():
@@ -103,18 +109,18 @@ class Pipeline:
                     entries[node] += entries_for(
                         self._number, path, node, output, grammar=grammar, held=self.pools.held
                     )
-        for node, own in entries.items():
-            if own:
-                self._hub.send(node, "run", own)
+        for node in entries.keys() | metadata.keys():
+            self._hub.send(node, "run", entries[node], metadata.get(node))
 
     def wait(self) -> Outcome:
         """What has come back, at least something if anything is in flight. StageLostError, TimeoutError."""
         outcome = Outcome(req_ids=[], req_id_to_index={})
-        while not (outcome.parts or outcome.lost):
+        while not (outcome.parts or outcome.lost or outcome.kv_connector_output):
             event = self._next()
             while event is not None:
                 self._take(*event, outcome)
                 event = self._events.popleft() if self._events else self._now()
+            outcome.kv_connector_output = self._transfers.ended()
             if not self._flying:
                 break
         return outcome
@@ -126,6 +132,16 @@ class Pipeline:
                 self._released.add((node, request_id))
             else:
                 self.pools.release(request_id, [node])
+
+    def _holders(self, request_id: str) -> list[str]:
+        return self.pools.holders(request_id)
+
+    def _share(self, whole: StepMetadata, metadata: dict[str, StepMetadata]) -> None:
+        alive = [node.name for node in self.layout.nodes if node.name not in self.bindings.lost]
+        for node in alive:
+            own = for_node(whole, node, self.pools, speaks=node == alive[0])
+            if own != StepMetadata():
+                metadata[node] = joined(metadata.get(node), own)
 
     def _next(self) -> tuple[str, Message] | None:
         if self._events:
@@ -160,6 +176,8 @@ class Pipeline:
                     if (node, request_id) in self._released:
                         self._released.discard((node, request_id))
                         self.pools.release(request_id, [node])
+            case ("kv", outputs):
+                self._transfers.take(node, outputs)
             case ("lost", reason):
                 outcome.lost |= self._lose(node, reason)
             case _:
@@ -192,6 +210,9 @@ class Pipeline:
         """Go on without a node; the requests that it takes with it. Those that it had not begun are bound anew."""
         logger.error("stage node %s is lost: %s", lost, reason)
         through = self.bindings.lose(lost, reason)
+        self._transfers.lose(
+            lost, [request_id for request_id in self.pools.requests(lost) if request_id not in through]
+        )
         self.pools.lose(lost)
         for node in self.bindings.alive:
             self._hub.send(node, "gone", lost)

@@ -6,6 +6,7 @@ Tensor parallelism is inside the node: the leader (rank 0) hands every command o
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import pickle
 import signal
@@ -36,10 +37,11 @@ _PR_SET_PDEATHSIG: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Where a worker sits: `stage` of `layers` (one count per stage), `rank` inside its node; `index` counts all nodes."""
+    """Where a worker sits: `stage` of `layers` (one count per stage), `rank` inside its node; `index` counts all nodes, `replica` those of its stage."""
 
     node: Node
     index: int
+    replica: int
     stage: int
     layers: Sequence[int]
     rank: int
@@ -92,7 +94,8 @@ class Rank:
                 }
             ]
         )
-        parallel.rank = seat.stage * seat.node.tp + seat.rank  # by it the configuration counts layers
+        # By it the configuration tells the stage, and the KV connector its port.
+        parallel.rank = (seat.replica * stages + seat.stage) * seat.node.tp + seat.rank
         self._wrapper.init_device()
         self._wrapper.load_model()
         self.runner = self._wrapper.worker.model_runner
@@ -128,16 +131,36 @@ class Rank:
 
     def step(
         self, output: SchedulerOutput, rows: dict[str, Tensors], grammar: GrammarOutput | None
-    ) -> tuple[ModelRunnerOutput | Tensors | None, KVConnectorOutput | None]:
-        """Results of the last stage, activations of others (rows in the order of `order`); None without tokens."""
+    ) -> tuple[ModelRunnerOutput | Tensors | None, list[KVConnectorOutput]]:
+        """Results of the last stage, activations of others (rows in the order of `order`), None without tokens; what ranks say of KV transfers."""
         inputs = _Inputs(self.runner, output, rows) if self._seat.stage else None
         result = self.runner.execute_model(output, inputs)
         if isinstance(result, IntermediateTensors):
-            return result.tensors, self.runner.sample_tokens(None).kv_connector_output
+            return result.tensors, self._said(self.runner.sample_tokens(None))
         if result is None:
             result = self.runner.sample_tokens(grammar)
         assert isinstance(result, ModelRunnerOutput)
-        return (result if output.total_num_scheduled_tokens else None), result.kv_connector_output
+        said = self._said(result)
+        return (
+            dataclasses.replace(result, kv_connector_output=None) if output.total_num_scheduled_tokens else None
+        ), said
+
+    def handshakes(self) -> list[Any]:
+        """What each rank's KV connector tells the scheduler."""
+        return self._gathered(self.call("get_kv_connector_handshake_metadata", (), {}))
+
+    def _said(self, result: ModelRunnerOutput) -> list[KVConnectorOutput]:
+        if self._config.kv_transfer_config is None:
+            return []
+        said = self._gathered(result.kv_connector_output)
+        return [output for output in said if output is not None and not output.is_empty()]
+
+    def _gathered(self, own: Any) -> list[Any]:  # noqa: ANN401 - whatever ranks have to say
+        if self._seat.node.tp == 1:
+            return [own]
+        everyone: list[Any] = [None] * self._seat.node.tp
+        torch.distributed.all_gather_object(everyone, own, group=parallel_state.get_tp_group().cpu_group)
+        return everyone
 
     @property
     def order(self) -> list[str]:
@@ -169,6 +192,7 @@ class Ranks:
     def __init__(self, config: VllmConfig, seat: Seat) -> None:
         self._followers = [_follower(config, seat, rank) for rank in range(1, seat.node.tp)]
         self.lead = Rank(config, seat)
+        self.size = seat.node.tp
 
     def run(self, command: str, *payload: object) -> Any:  # noqa: ANN401 - whatever the command gives
         """Rank 0's result of a command that every rank runs."""
@@ -178,9 +202,7 @@ class Ranks:
 
 
 def _follower(config: VllmConfig, seat: Seat, rank: int) -> subprocess.Popen[bytes]:
-    own = Seat(
-        node=seat.node, index=seat.index, stage=seat.stage, layers=seat.layers, rank=rank, init_method=seat.init_method
-    )
+    own = dataclasses.replace(seat, rank=rank)
     process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE)  # noqa: S603 - this interpreter
     assert process.stdin is not None
     pickle.dump((config, own), process.stdin)

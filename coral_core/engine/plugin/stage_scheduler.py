@@ -19,9 +19,11 @@ from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from coral_core.engine.plugin.kv_connector import CoralKVConnector
+from coral_core.engine.plugin.stage_kv import workers_of
 from coral_core.engine.plugin.stage_layout import Path
 from coral_core.engine.plugin.stage_pipeline import Outcome, Pipeline
 from coral_core.engine.plugin.stage_steps import outcome_of, united
@@ -44,6 +46,9 @@ class StageScheduler(Scheduler):
         self._late_blocks: dict[str, list[KVCacheBlock]] = {}
         self._turn = 0
         self._count_on_nodes()
+        if isinstance(self.connector, CoralKVConnector):
+            pipeline = self.pipeline
+            self.connector.bound = lambda request_id: workers_of(pipeline.layout, pipeline.bindings.paths[request_id])
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002 - vLLM's own signature
         """A step for every path that has something to do."""
@@ -65,7 +70,8 @@ class StageScheduler(Scheduler):
         assert isinstance(model_runner_output, Outcome)
         self._free_late_blocks()
         whole: dict[int, EngineCoreOutputs] = {}
-        for tokens, result in model_runner_output.parts or [({}, EMPTY_MODEL_RUNNER_OUTPUT)]:
+        transfers = ModelRunnerOutput.with_kv_conn_output_only(model_runner_output.kv_connector_output)
+        for tokens, result in [*model_runner_output.parts, ({}, transfers)]:
             _add(whole, super().update_from_output(outcome_of(tokens), result))
         if model_runner_output.lost:
             _add(whole, self._fail(model_runner_output.lost))
