@@ -17,6 +17,7 @@ from coral_core.engine.liveness import Liveness, LivenessTerms
 from coral_core.engine.probe import Probe
 from coral_core.engine.scrape import EngineSample
 from coral_core.engine.state import Cause, Condition, EngineFailure, EngineState, StartStep
+from coral_core.errors import ServingError
 
 CODE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds `coral_core`: where the engine's interpreter finds the plugin."""
@@ -25,6 +26,8 @@ START_LOOK_S = 0.2
 FIRST_TOKEN_S = 60.0
 """What the first completion gets; another is tried until the start's time is over."""
 LAST_WORDS_S = 10.0
+LONGEST_BEGUN_BYTES = 1 << 16
+"""A progress bar writes for hours without ending its line."""
 _OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Of our environment, not of the engine's."""
 
@@ -51,10 +54,15 @@ def start_engine(
 
     `log` is appended to. `url` is the address of a node that serves. `owner` names who starts it, across restarts: what a
     killed owner leaves behind is ended by `kept.end_left_behind(owner)`. Without `terms` those of `watch_terms` hold.
-    InputError for an owner with a '#'.
+    InputError for an owner with a '#', ServingError where the log cannot be written or no process can be had.
     """
     terms = watch_terms(launch.env) if terms is None else terms
-    return EngineProcess(launch, interpreter=interpreter, log=log, owner=owner, url=url, terms=terms)
+    try:
+        return EngineProcess(launch, interpreter=interpreter, log=log, owner=owner, url=url, terms=terms)
+    except OSError as error:
+        raise ServingError(
+            f"cannot start an engine that logs to {log}: {error.strerror or error}", where=launch.node
+        ) from None
 
 
 def watch_terms(env: Mapping[str, str]) -> WatchTerms:
@@ -252,7 +260,8 @@ class _LogFile:
 
     def new_lines(self) -> list[str]:
         """The lines that have been finished since the last call; a progress bar's last state counts as its line."""
-        *lines, self._begun = (self._begun + self._file.read()).split(b"\n")
+        *lines, begun = (self._begun + self._file.read()).split(b"\n")
+        self._begun = begun[-LONGEST_BEGUN_BYTES:]
         return [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in lines]
 
     def rest(self) -> list[str]:

@@ -19,7 +19,7 @@ from coral_core.engine.kept import MARK_VARIABLE, end_left_behind
 from coral_core.engine.liveness import LivenessTerms
 from coral_core.engine.process import EngineProcess, WatchTerms, start_engine, watch_terms
 from coral_core.engine.state import Cause, Condition, StartStep
-from coral_core.errors import InputError
+from coral_core.errors import InputError, ServingError
 
 PROGRAM = Path(__file__).resolve().parents[1] / "fakes" / "engine_program.py"
 LOGS = PROGRAM.parent / "engine_logs"
@@ -269,6 +269,13 @@ def test_an_owner_that_no_mark_can_carry_is_refused(tmp_path, owner):
     launch = NodeLaunch(node="n", argv=(), env={}, ports=(), serves=False)
     with pytest.raises(InputError, match="owner"):
         start_engine(launch, interpreter=Path(sys.executable), log=tmp_path / "log", owner=owner)
+
+
+def test_a_log_that_cannot_be_written_is_an_error_of_the_node(tmp_path):
+    (tmp_path / "file").touch()
+    launch = NodeLaunch(node="n7", argv=(), env={}, ports=(), serves=False)
+    with pytest.raises(ServingError, match="n7: cannot start an engine that logs to .*file/log"):
+        start_engine(launch, interpreter=Path(sys.executable), log=tmp_path / "file" / "log", owner="o")
 
 
 def test_a_start_without_end_fails_after_its_time(case):
