@@ -274,7 +274,7 @@ def test_an_owner_that_no_mark_can_carry_is_refused(tmp_path, owner):
 def test_a_log_that_cannot_be_written_is_an_error_of_the_node(tmp_path):
     (tmp_path / "file").touch()
     launch = NodeLaunch(node="n7", argv=(), env={}, ports=(), serves=False)
-    with pytest.raises(ServingError, match="n7: cannot start an engine that logs to .*file/log"):
+    with pytest.raises(ServingError, match=r"n7: cannot start an engine that logs to .*file/log"):
         start_engine(launch, interpreter=Path(sys.executable), log=tmp_path / "file" / "log", owner="o")
 
 
