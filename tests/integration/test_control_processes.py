@@ -1,0 +1,145 @@
+"""Agents, coordinator and gateway as processes: killed and started again, each with its expected end."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.fakes.control_processes import LOST_S, Processes, until
+
+pytestmark = pytest.mark.servers
+NOTICED_S = 15.0
+
+
+@pytest.fixture
+def processes(tmp_path, capsys):
+    with Processes(tmp_path) as found:
+        found.start_gateway()
+        found.start_coordinator()
+        yield found
+
+
+def ready(processes: Processes, *names: str) -> None:
+    for name in names:
+        until(lambda name=name: processes.row(name).get("ready"), within_s=40, what=f"{name} is ready")
+
+
+def test_who_is_killed_and_who_comes_back(processes):
+    processes.start_agent("one")
+    processes.start_agent("two", 0, 2)
+    processes.start_agent("two", 1, 2)
+    ready(processes, "one", "two")
+    assert [processes.row(name)["weight"] for name in ("one", "two")] == [0.0, 0.0]
+    processes.admin("PUT", "/instances/one/weight", {"weight": 3.0})
+    processes.admin("PUT", "/instances/two/weight", {"weight": 5.0})
+    assert processes.ask() == 200
+
+    # Without a coordinator all serves on; one that starts, also without what the last one wrote, fails nothing.
+    processes.kill("coordinator")
+    time.sleep(LOST_S + 1.0)
+    assert processes.ask() == 200
+    (processes.folder / "coordinator" / "state.json").unlink()
+    processes.start_coordinator()
+    until(lambda: processes.stage("one") == processes.stage("two") == "ready", within_s=20, what="taken over")
+    time.sleep(LOST_S)
+    assert [processes.stage(name) for name in ("one", "two")] == ["ready", "ready"]
+    assert [processes.row(name)["weight"] for name in ("one", "two")] == [3.0, 5.0]
+
+    # A gateway that starts again is told what it has lost.
+    processes.kill("gateway")
+    processes.start_gateway()
+    until(lambda: processes.ask() == 200, within_s=10, what="requests are served again")
+    assert [processes.row(name)["weight"] for name in ("one", "two")] == [3.0, 5.0]
+
+    # An agent that is killed takes its engine with it, and the whole instance.
+    begun_s = time.monotonic()
+    processes.kill("two-1")
+    until(lambda: processes.row("two").get("failed"), within_s=NOTICED_S, what="two has failed")
+    until(lambda: not processes.engines("two"), within_s=NOTICED_S, what="no process of two is left")
+    assert time.monotonic() - begun_s < NOTICED_S
+    assert "node 1" in processes.row("two")["failed"]
+    assert processes.ask() == 200
+    processes.start_agent("two", 1, 2)  # too late
+    until(lambda: processes.events("two-1").count("welcome") == 2, within_s=20, what="the agent is back")
+    assert processes.stage("two") == "failed"
+    assert not processes.engines("two")
+
+    # One that is told to end lets requests run out first.
+    process = processes.running["one-0"]
+    assert processes.kill("one-0", signal.SIGTERM) == 0
+    assert process.returncode == 0
+    assert processes.events("one-0")[-1] == "stopped"
+    assert not processes.engines("one")
+    until(lambda: processes.stage("one") == "ended", within_s=5, what="one has ended")
+    assert processes.ask() == 503
+    assert processes.kill("coordinator", signal.SIGTERM) == 0
+
+
+def test_an_engine_that_dies_or_hangs_condemns_its_instance_and_nothing_else(processes):
+    for name in ("one", "other", "hung"):
+        processes.start_agent(name)
+    ready(processes, "one", "other", "hung")
+    [engine] = processes.engines("one")
+    [stopped] = processes.engines("hung")
+    begun_s = time.monotonic()
+    engine.kill()
+    stopped.suspend()
+    until(lambda: processes.row("one").get("failed"), within_s=NOTICED_S, what="one has failed")
+    assert time.monotonic() - begun_s < 6.0
+    until(lambda: processes.row("hung").get("failed"), within_s=NOTICED_S, what="hung has failed")
+    assert time.monotonic() - begun_s < NOTICED_S
+    until(lambda: not processes.engines("hung"), within_s=10, what="the hung engine is ended")
+    assert processes.stage("other") == "ready"
+    assert not processes.row("other")["failed"]
+
+
+def test_strangers_doubles_and_sleepers(processes, capsys):
+    from coral_core.cli.entry import run as run_coral
+    from coral_core.serving.control.curve import KeyPair, write_private
+    from coral_core.serving.control.wire import new_pair
+
+    keys = processes.folder / "keys"
+    processes.start_agent("one")
+    ready(processes, "one")
+
+    # A key that is not on the list, and one that is taken off it.
+    public, secret = new_pair()
+    from coral_core.serving.control.curve import read_private
+
+    write_private(
+        keys / "agent-stranger.keys",
+        KeyPair(public=public, secret=secret, server=read_private(keys / "coordinator.keys").public),
+    )
+    processes.start_agent("strange", keys="stranger")
+    assert run_coral(["keys", "new", "agent", "second", str(keys)]) == 0
+    processes.start_agent("late", keys="second")
+    ready(processes, "late")
+
+    # Another node with the same place in an instance; one whose instance is said to be something else.
+    processes.start_agent("one", node_id="double")
+    processes.start_agent("one", node_id="other-model", template="another")
+    until(lambda: "refused" in processes.events("double"), within_s=20, what="the double is refused")
+    until(lambda: "refused" in processes.events("other-model"), within_s=20, what="the contradiction is refused")
+    assert any("one-0, whose agent is alive" in str(line.get("reason")) for line in processes.said("double"))
+
+    # An agent that sleeps for less than `lost_s` is not lost.
+    processes.running["one-0"].send_signal(signal.SIGSTOP)
+    time.sleep(LOST_S - 2.0)
+    processes.running["one-0"].send_signal(signal.SIGCONT)
+    until(lambda: processes.state().get("refused_keys", 0) > 0, within_s=20, what="the stranger is counted")
+    assert "welcome" not in processes.events("strange-0")
+    assert processes.stage("strange") == ""
+    assert processes.stage("one") == "ready"
+
+    assert run_coral(["keys", "revoke", "second", str(keys)]) == 0
+    until(lambda: processes.stage("late") == "failed", within_s=NOTICED_S + 5, what="the withdrawn key fails late")
+    assert "refused" in processes.events("late-0")
+
+    # What cannot be launched fails at once, and says why.
+    processes.start_agent("wrong", template="none")
+    until(lambda: processes.stage("wrong") == "failed", within_s=20, what="it cannot be launched")
+    assert "no such template" in until(
+        lambda: processes.row("wrong").get("failed"), within_s=5, what="told to the gateway"
+    )
