@@ -331,6 +331,7 @@ def _engine_document(resolved: ResolvedScenario, models: Mapping[str, Path]) -> 
         terms[model.shape.name] = {
             model.variant: {
                 "path": str(models[model.shape.name]),
+                "dtype": "float32",
                 "max_model_len_tokens": min(MAX_MODEL_LEN_TOKENS, model.shape.max_context_tokens),
                 "max_num_seqs": MAX_REQUESTS,
                 "max_num_batched_tokens": MAX_MODEL_LEN_TOKENS,

@@ -123,7 +123,7 @@ class LibrarySpec(Strict):
 
     name: Name | None = Field(default=None, description="default: the scenario's name")
     n_max: int = Field(strict=True, default=6, ge=1, le=8, description="most nodes in a combination")
-    rho: Positive = Field(default=12.0, le=1000, description="total GPU memory below rho x model size")
+    rho: Positive = Field(default=12.0, le=1_000_000, description="total GPU memory below rho x model size")
     method: LibraryMethod = Field(default="lattice-free", description="how placements are solved")
     ilp_time_limit_s: Positive = Field(default=60.0, le=86_400)
     keep_all: bool = Field(default=False, description="store dominated templates too; plans are the same without them")
