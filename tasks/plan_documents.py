@@ -285,17 +285,22 @@ def _notes(
 
 
 def _pipelines(result: AllocationResult, templates: Mapping[str, ServingTemplate]) -> list[str]:
-    """Replicas whose stages wait for one another: capacities do not count that, and the simulator shows it."""
+    """Replicas whose capacity depends on how the runtime splits its steps."""
     chosen = [templates[item.template] for item in result.instances]
-    names = sorted({f"{one.model} {one.phase.value}" for one in chosen if len(one.placement.stages) > 1})
+    names = sorted({f"{one.model} {one.phase.value}" for one in chosen if _splits_steps(one)})
     if not names:
         return []
     return [
         (
-            f"{', '.join(names)}: replicas in several stages; capacities do not count that stages wait for one another, so "
-            "simulate before relying on them (coral simulate)"
+            f"{', '.join(names)}: replicas in several stages, some of several nodes; they serve what is planned where each "
+            "step is computed whole, every node waiting for all of its part, as in the simulator"
         )
     ]
+
+
+def _splits_steps(template: ServingTemplate) -> bool:
+    stages = template.placement.stages
+    return len(stages) > 1 and any(len(stage.nodes) > 1 for stage in stages)
 
 
 def _without_templates(resolved: ResolvedScenario, problem: AllocationProblem) -> list[tuple[ResolvedModel, Phase]]:

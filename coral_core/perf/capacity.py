@@ -2,6 +2,13 @@
 
 Units: tokens/s for prefill (prompt tokens) and decode (generated tokens), requests/s for aggregated. All figures are
 analytic (`CapacitySource.ESTIMATED`); their error bars are those of the ledger, None for GPUs it knows nothing of.
+
+Why a stage of S may take l/S although requests wait for one another: a pipeline computes in steps, S of them under way, each
+split over the nodes of a stage by their throughput and each node waiting for all of its part. Then every part takes at most
+b = l/S, a stage is through with a step when the next one comes, and a round takes at most S b = l: nobody waits for an iteration
+that it is no part of. (`coral_core.sim.steps` is that; tests/oracles/test_sim_steps.py loads replicas of up to four stages.)
+Nodes that compute whatever has come instead would make a request wait for half an iteration at each stage, 3/2 S b in all, and
+split steps into smaller batches: there b <= 2 l / (3 S), and even that only for stages of like nodes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan says which of its replicas serve less than predicted where their stages wait for one another."""
+"""A plan says which of its replicas serve what is planned only where steps are computed whole."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ def template(model, phase, *nodes_of_stages):
     return SimpleNamespace(model=model, phase=phase, placement=Placement(stages=stages))
 
 
-def test_only_replicas_in_several_stages_are_named_and_each_once():
+def test_only_pipelines_with_several_nodes_in_a_stage_are_named_and_each_once():
     templates = {
-        "one": template("a", Phase.DECODE, ("x", "x")),
-        "two": template("b", Phase.DECODE, ("x",), ("y",)),
-        "three": template("b", Phase.DECODE, ("x",), ("x",), ("y",)),
+        "side by side": template("a", Phase.DECODE, ("x", "x")),
+        "chain": template("a", Phase.DECODE, ("x",), ("y",)),
+        "two": template("b", Phase.DECODE, ("x", "y"), ("y",)),
+        "three": template("b", Phase.DECODE, ("x",), ("x",), ("y", "y")),
     }
 
     def notes(*names):
         return _pipelines(SimpleNamespace(instances=[SimpleNamespace(template=name) for name in names]), templates)
 
-    assert notes("one") == []
-    (note,) = notes("one", "two", "three")
+    assert notes("side by side", "chain") == []
+    (note,) = notes("side by side", "two", "three")
     assert note.startswith("b decode: replicas in several stages")
