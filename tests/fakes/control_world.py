@@ -113,6 +113,7 @@ class Agent:
     leaving: bool = False
     stopped: bool = False
     draining: bool = False
+    progress_age_s: float | None = 0.0
     connection: bytes = b""
     engine: Engine | None = None
     refusals: list[str] = field(default_factory=list)
@@ -129,7 +130,7 @@ class Agent:
             serves=self.engine.launch.launch.serves,
             alive=self.engine.alive,
             leaving=self.leaving,
-            sample=EngineSample(running_requests=1, waiting_requests=0, progress_age_s=0.0),
+            sample=EngineSample(running_requests=1, waiting_requests=0, progress_age_s=self.progress_age_s),
         )
 
 
@@ -229,6 +230,8 @@ class World:
             self._gateway_does(call)
 
     def _serves(self, name: str) -> bool:
+        if (name, 0) not in self.agents:
+            return True
         engine = self.agents[name, 0].engine
         return engine is not None and engine.alive and engine.state(self.now_s) is NodeState.READY
 

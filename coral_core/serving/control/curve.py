@@ -38,11 +38,11 @@ class KeyPair:
 def write_private(path: Path, pair: KeyPair) -> None:
     """A new private file, mode 0600 from its first byte on. Raises InputError where there is one already."""
     document = {"public": pair.public, "secret": pair.secret} | ({"server": pair.server} if pair.server else {})
+    if path.exists():
+        raise InputError("is there already", where=str(path), fix="move it away first, or give another name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        raise InputError("is there already", where=str(path), fix="move it away first, or give another name") from None
     except OSError as error:
         raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from None
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

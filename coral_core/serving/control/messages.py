@@ -203,7 +203,7 @@ def last_lines(lines: list[str]) -> tuple[str, ...]:
 
 def as_document(report: NodeReport) -> Mapping[str, object]:
     """A report for people and machines that read JSON."""
-    return {name: value for name, value in msgspec.to_builtins(report).items() if value not in ("", [], None)}
+    return {name: value for name, value in msgspec.to_builtins(report).items() if value not in ("", (), None)}
 
 
 def _check_version(frames: list[bytes]) -> None:
