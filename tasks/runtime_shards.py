@@ -4,7 +4,7 @@ A combination's best placement is often one that a runtime cannot run while anot
 runs a node with any layout (prefill and decode without a pipeline inside; a mixture of experts as one replica) and, for
 aggregated templates, chains of nodes that have one number of GPUs and one layout without replicas: one shard for each
 such number and tensor-parallel size. Our own runtime takes any placement whose nodes each are one replica that
-shares every layer.
+shares every layer, of models without sliding windows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def runtime_shards(spec: BuildSpec) -> list[ShardSpec]:
         for phase in model.phases:
             if Runtime.VLLM in spec.runtimes:
                 shards += _of_vllm(spec, model, phase)
-            if Runtime.CORAL in spec.runtimes:
+            if Runtime.CORAL in spec.runtimes and model.shape.sliding_window is None:
                 shards.append(_of_coral(spec, model, phase))
     return shards
 

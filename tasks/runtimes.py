@@ -36,20 +36,27 @@ _ALIKE: Final = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """A library's rows, what stands in the way of each (n,), and which runtimes a plan may rely on."""
+    """A library's rows, what stands in the way of each (n,), and which runtimes a plan may rely on.
+
+    `passes_kv` (n,): prefill or decode.
+    """
 
     rows: pa.Table
     found: Ints
+    passes_kv: Bools
     models: Mapping[str, ModelFacts]
     allowed: Allowed
 
     def mask(self, allowed: Allowed) -> Bools:
-        """The rows that one of `allowed` can run, (n,)."""
+        """The rows that one of `allowed` can run, (n,).
+
+        Prefill and decode exchange KV by our own connector wherever our runtime is among them, so all must be able to.
+        """
         if allowed is None:
             return np.ones(len(self.found), dtype=np.bool_)
         masks = [runs_on(self.found, runtime) for runtime in allowed]
         result: Bools = np.logical_or.reduce(masks)
-        return result
+        return result & (runs_on(self.found, Runtime.CORAL) | ~self.passes_kv) if Runtime.CORAL in allowed else result
 
     @property
     def usable(self) -> pa.Table:
@@ -80,9 +87,11 @@ class Scope:
         """Why the plan may not use a template; empty where it may, and for one that is not among the rows."""
         if self.allowed is None or self._at(template) < 0:
             return []
-        why = self.reasons(template)
-        if any(runtime not in why for runtime in self.allowed):
+        at, why = self._at(template), self.reasons(template)
+        if self.mask(self.allowed)[at]:
             return []
+        if any(runtime not in why for runtime in self.allowed):  # another one, which its KV does not go by
+            return [f"{text} ({Runtime.CORAL}, by which KV goes)" for text in why[Runtime.CORAL]]
         return [f"{text} ({runtime})" for runtime in self.allowed for text in why[runtime]]
 
     def _at(self, template: str) -> int:
@@ -97,9 +106,11 @@ def made_for_runtimes(rows: pa.Table) -> pa.ChunkedArray:
 
 def scope_of(rows: pa.Table, models: Mapping[str, ModelFacts], allowed: Iterable[Runtime] | None) -> Scope:
     """The rows with what stands in the way of each. `models` has the facts of every model among them."""
+    laid = laid_out(rows, models)
     return Scope(
         rows=rows,
-        found=obstacles(laid_out(rows, models)),
+        found=obstacles(laid),
+        passes_kv=laid.passes_kv,
         models=models,
         allowed=None if allowed is None else tuple(allowed),
     )
@@ -108,7 +119,8 @@ def scope_of(rows: pa.Table, models: Mapping[str, ModelFacts], allowed: Iterable
 def recorded_scope(rows: pa.Table, document: Mapping[str, Any] | None) -> Scope:
     """The scope of a recorded decision; plans from before there were runtimes used every template."""
     if document is None:
-        return Scope(rows=rows, found=np.zeros(rows.num_rows, dtype=np.int64), models={}, allowed=None)
+        nothing = np.zeros(rows.num_rows, dtype=np.int64)
+        return Scope(rows=rows, found=nothing, passes_kv=nothing.astype(np.bool_), models={}, allowed=None)
     models = {name: ModelFacts(**facts) for name, facts in document["models"].items()}
     allowed = document["allowed"]
     return scope_of(rows, models, None if allowed is None else [Runtime(name) for name in allowed])
@@ -162,7 +174,11 @@ def state_runtimes(plan: dict[str, Any], scope: Scope, document: Mapping[str, An
     for item in plan["instances"]:
         name = split_market(item["template"])[0]
         why, layouts = scope.reasons(name), scope.layouts(name)
-        item["runtime"] = next((runtime.value for runtime in Runtime if runtime not in why), None)
+        by_connector = (
+            scope.allowed is not None and Runtime.CORAL in scope.allowed and item["phase"] != Phase.AGGREGATED
+        )
+        first = (Runtime.CORAL,) if by_connector else tuple(Runtime)
+        item["runtime"] = next((runtime.value for runtime in first if runtime not in why), None)
         item["not_runnable"] = {runtime.value: list(texts) for runtime, texts in why.items()}
         for stage, of_nodes in zip(item["stages"], layouts or repeat(None), strict=False):
             stage["layouts"] = of_nodes
@@ -256,7 +272,7 @@ def laid_out(rows: pa.Table, models: Mapping[str, ModelFacts]) -> LaidOut:
     for name in names:
         if name not in models:
             raise unknown_name("model", name, models, where="library")
-    experts, heads, kv_heads = np.array([astuple(models[name]) for name in names], dtype=np.int64).reshape(-1, 3).T
+    experts, heads, kv_heads, windows = np.array([astuple(models[name]) for name in names], np.int64).reshape(-1, 4).T
     of_row = _numpy(of_model.indices)
     return LaidOut(
         stage_start=stage_start,
@@ -268,6 +284,7 @@ def laid_out(rows: pa.Table, models: Mapping[str, ModelFacts]) -> LaidOut:
         experts=experts[of_row].astype(np.bool_),
         heads=heads[of_row],
         kv_heads=kv_heads[of_row],
+        windows=windows[of_row].astype(np.bool_),
     )
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from coral_core.config.fields import Strict
 from coral_core.config.yaml_lines import read_yaml_model
-from coral_core.domain.launch import Device, EngineTerms, ModelTerms
+from coral_core.domain.launch import Device, EngineTerms, ModelTerms, Runtime
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00\s][^\x00]*$")]
@@ -42,12 +42,16 @@ class EngineSpec(Strict):
     """Terms of all engines. Paths that begin with `./` or `../` are relative to the file's folder."""
 
     device: Literal["cpu", "cuda"]
+    runtimes: tuple[Runtime, ...] = Field(default=(Runtime.VLLM,), min_length=1)
+    key_file: Text | None = Field(default=None, description="the fleet's key on every node; required for runtime coral")
     step_timeout_s: Count = 10
     eager: bool | None = Field(default=None, description="no graph compilation; default: on CPUs only")
     models: dict[str, dict[str, ModelTermsSpec]] = Field(min_length=1, description="by model, then by variant")
 
     @model_validator(mode="after")
-    def _memory_known(self) -> Self:
+    def _complete(self) -> Self:
+        if Runtime.CORAL in self.runtimes and self.key_file is None:
+            raise ValueError("runtime coral needs key_file, the fleet's key on every node")
         for model, variants in self.models.items():
             if not variants:
                 raise ValueError(f"{model} has no variant")
@@ -66,6 +70,8 @@ def engine_terms(spec: EngineSpec, folder: Path) -> EngineTerms:
     """The terms that `spec` states, its relative paths read from `folder`."""
     return EngineTerms(
         device=Device(spec.device),
+        runtimes=spec.runtimes,
+        key_file=None if spec.key_file is None else _placed(spec.key_file, folder),
         step_timeout_s=spec.step_timeout_s,
         eager=spec.eager,
         models={
@@ -77,7 +83,8 @@ def engine_terms(spec: EngineSpec, folder: Path) -> EngineTerms:
 
 
 def _model_terms(spec: ModelTermsSpec, folder: Path) -> ModelTerms:
-    values = spec.model_dump()
-    if spec.path.startswith(("./", "../")):
-        values["path"] = str((folder / spec.path).resolve())
-    return ModelTerms(**values)
+    return ModelTerms(**{**spec.model_dump(), "path": _placed(spec.path, folder)})
+
+
+def _placed(path: str, folder: Path) -> str:
+    return str((folder / path).resolve()) if path.startswith(("./", "../")) else path

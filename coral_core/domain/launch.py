@@ -47,11 +47,14 @@ class ModelTerms:
 class EngineTerms:
     """Terms of all engines of a fleet; `models` is keyed by (model, variant).
 
-    `step_timeout_s`: a step that takes longer ends the engine. `eager`: no graph compilation (None: on CPUs).
+    `runtimes`: those that the nodes have, the first that can run a template is used. With our own among them prefill and
+    decode exchange KV by its connector, which needs `key_file`, the fleet's key on every node. `step_timeout_s`: a step that takes longer ends the engine. `eager`: no graph compilation (None: on CPUs).
     """
 
     device: Device
     models: Mapping[tuple[str, str], ModelTerms]
+    runtimes: tuple[Runtime, ...] = (Runtime.VLLM,)
+    key_file: str | None = None
     step_timeout_s: int = 10
     eager: bool | None = None
 

@@ -4,6 +4,10 @@ What vLLM 0.32 can do by itself: tensor, pipeline and data parallelism inside a 
 per stage, all of them with the same number of GPUs and the same layout, without data parallelism; KV from prefill to
 decode with NIXL, between engines that are no pipelines. Replicas of a mixture of experts share out their experts and step
 together, which is not the independent replicas that capacities count.
+
+Our own runtime adds a stage executor (any number of nodes per stage, each one replica whose GPUs share every layer) and a KV
+connector, which also joins vLLM's own pipelines of equal nodes. Prefill and decode of a model exchange KV in one of
+the two ways only: where our runtime is used, all of them by our connector.
 Source: vLLM's source, release 0.32.0, and runs of its CPU build, 2026-11.
 
 All is decided on arrays, for as many templates at once as there are.
@@ -40,8 +44,9 @@ class Obstacle(IntFlag):
     REPLICAS_IN_PIPELINE = 32
     REPLICAS_OF_EXPERTS = 64
     KV_OF_PIPELINE = 128
-    PIPELINE_IN_NODE = 256
+    PIPELINE_IN_UNLIKE_NODES = 256
     REPLICAS_IN_NODE = 512
+    WINDOWS = 1024
 
 
 _TEXTS: Final = {
@@ -53,8 +58,9 @@ _TEXTS: Final = {
     Obstacle.REPLICAS_IN_PIPELINE: "a node of its pipeline holds several replicas",
     Obstacle.REPLICAS_OF_EXPERTS: "a node holds several replicas of a mixture of experts",
     Obstacle.KV_OF_PIPELINE: "a pipeline passes or takes KV between prefill and decode",
-    Obstacle.PIPELINE_IN_NODE: "a node is a pipeline inside",
+    Obstacle.PIPELINE_IN_UNLIKE_NODES: "a node is a pipeline inside, and its stages' nodes are several or unlike",
     Obstacle.REPLICAS_IN_NODE: "a node holds several replicas",
+    Obstacle.WINDOWS: "the model has layers with a sliding window, whose KV is not kept as capacities assume",
 }
 _ALWAYS: Final = Obstacle.LAYOUT_UNKNOWN | Obstacle.HEADS
 _OF_RUNTIME: Final = {
@@ -65,7 +71,7 @@ _OF_RUNTIME: Final = {
     | Obstacle.REPLICAS_IN_PIPELINE
     | Obstacle.REPLICAS_OF_EXPERTS
     | Obstacle.KV_OF_PIPELINE,
-    Runtime.CORAL: _ALWAYS | Obstacle.PIPELINE_IN_NODE | Obstacle.REPLICAS_IN_NODE,
+    Runtime.CORAL: _ALWAYS | Obstacle.PIPELINE_IN_UNLIKE_NODES | Obstacle.REPLICAS_IN_NODE | Obstacle.WINDOWS,
 }
 """Which obstacles count for a runtime."""
 
@@ -76,7 +82,8 @@ class LaidOut:
 
     Template i has the stages stage_start[i] up to stage_start[i+1], stage s the nodes node_start[s] up to
     node_start[s+1]; both start at 0. `tp`, `pp` and `dp` are per node, 0 where not known. `passes_kv` (n,): prefill or
-    decode; `experts` (n,): a mixture of experts; `heads` and `kv_heads` (n,), the latter 0 where KV is not split (MLA).
+    decode; `experts` (n,): a mixture of experts; `heads` and `kv_heads` (n,), the latter 0 where KV is not split (MLA);
+    `windows` (n,): some layers attend to a sliding window.
     """
 
     stage_start: Ints
@@ -88,6 +95,7 @@ class LaidOut:
     experts: Bools
     heads: Ints
     kv_heads: Ints
+    windows: Bools
 
     def __len__(self) -> int:
         return len(self.passes_kv)
@@ -100,12 +108,14 @@ class ModelFacts:
     experts: bool
     heads: int
     kv_heads: int
+    windows: bool = False
 
     @classmethod
     def of(cls, shape: ModelShape) -> ModelFacts:
         """Those of a shape."""
         kv_heads = shape.kv_heads if shape.mla is None else 0
-        return cls(experts=shape.moe is not None, heads=shape.heads, kv_heads=kv_heads)
+        windows = shape.sliding_window is not None
+        return cls(experts=shape.moe is not None, heads=shape.heads, kv_heads=kv_heads, windows=windows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,17 +149,23 @@ def obstacles(laid: LaidOut) -> NDArray[np.int64]:
     splits = (heads % tp == 0) & ((kv_heads % tp == 0) | (tp % np.maximum(kv_heads, 1) == 0))
     replicas = over_nodes(np.maximum, laid.dp) > 1
     ranks = over_nodes(np.add, laid.pp)
+    several: Bools = np.maximum.reduceat(nodes_of_stage, laid.stage_start[:-1]) > 1
+    gpus_differ, tp_differs = differ(laid.tp * laid.pp * laid.dp), differ(laid.tp)
     for obstacle, there in (
         (Obstacle.LAYOUT_UNKNOWN, over_nodes(np.minimum, laid.tp) < 1),
         (Obstacle.HEADS, over_nodes(np.minimum, splits.astype(np.int64)) < 1),
-        (Obstacle.NODES_IN_STAGE, np.maximum.reduceat(nodes_of_stage, laid.stage_start[:-1]) > 1),
-        (Obstacle.GPUS_DIFFER, differ(laid.tp * laid.pp * laid.dp)),
-        (Obstacle.LAYOUTS_DIFFER, differ(laid.tp)),
+        (Obstacle.NODES_IN_STAGE, several),
+        (Obstacle.GPUS_DIFFER, gpus_differ),
+        (Obstacle.LAYOUTS_DIFFER, tp_differs),
         (Obstacle.REPLICAS_IN_PIPELINE, replicas & (stages > 1)),
         (Obstacle.REPLICAS_OF_EXPERTS, replicas & laid.experts),
         (Obstacle.KV_OF_PIPELINE, laid.passes_kv & (ranks > 1)),
-        (Obstacle.PIPELINE_IN_NODE, over_nodes(np.maximum, laid.pp) > 1),
+        (
+            Obstacle.PIPELINE_IN_UNLIKE_NODES,
+            (over_nodes(np.maximum, laid.pp) > 1) & (several | gpus_differ | tp_differs),
+        ),
         (Obstacle.REPLICAS_IN_NODE, replicas),
+        (Obstacle.WINDOWS, laid.windows),
     ):
         found |= np.where(there, int(obstacle), 0)
     return found
@@ -186,6 +202,12 @@ def runnable(
     )
 
 
+def is_chain(template: ServingTemplate, layouts: Sequence[Sequence[Layout | None]], shape: ModelShape) -> bool:
+    """Whether vLLM's own executor can run a template, KV transfers apart."""
+    found = Obstacle(int(obstacles(_laid_out(template, layouts, shape))[0]))
+    return not found & _OF_RUNTIME[Runtime.VLLM] & ~Obstacle.KV_OF_PIPELINE
+
+
 def _laid_out(template: ServingTemplate, layouts: Sequence[Sequence[Layout | None]], shape: ModelShape) -> LaidOut:
     stages, facts = template.placement.stages, ModelFacts.of(shape)
     flat = [layout for row in layouts for layout in row]
@@ -203,4 +225,5 @@ def _laid_out(template: ServingTemplate, layouts: Sequence[Sequence[Layout | Non
         experts=np.array([facts.experts]),
         heads=np.array([facts.heads]),
         kv_heads=np.array([facts.kv_heads]),
+        windows=np.array([facts.windows]),
     )

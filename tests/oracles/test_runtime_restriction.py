@@ -18,8 +18,8 @@ from tests.fakes.allocation_cases import best, documents, parsed
 BLOCKS = {
     None: 0,
     Runtime.VLLM: int(Obstacle.NODES_IN_STAGE),
-    Runtime.CORAL: int(Obstacle.PIPELINE_IN_NODE),
-    "both": int(Obstacle.NODES_IN_STAGE | Obstacle.PIPELINE_IN_NODE),
+    Runtime.CORAL: int(Obstacle.REPLICAS_IN_NODE),
+    "both": int(Obstacle.NODES_IN_STAGE | Obstacle.REPLICAS_IN_NODE),
 }
 
 
@@ -33,7 +33,13 @@ def test_the_cost_of_a_restriction_is_that_of_the_best_plans(doc, blocked, allow
     problem = parsed(doc, tmp_path_factory.mktemp("doc") / "problem.json")
     ids = [template["id"] for template in doc["templates"]]
     found = np.array([BLOCKS[block] for block in blocked[: len(ids)]], dtype=np.int64)
-    scope = Scope(rows=pa.table({"template_id": pa.array(ids, pa.string())}), found=found, models={}, allowed=allowed)
+    scope = Scope(
+        rows=pa.table({"template_id": pa.array(ids, pa.string())}),
+        found=found,
+        passes_kv=np.zeros(len(ids), dtype=np.bool_),
+        models={},
+        allowed=allowed,
+    )
     solved = []
 
     def solve(usable):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from artifacts.templates import template_rows
 from coral_core.catalog.models import package_models
 from coral_core.domain.launch import Device, ModelTerms, Runtime
+from coral_core.domain.models import SlidingWindow
 from coral_core.domain.workload import Phase
 from coral_core.engine.runnable import ModelFacts, runnable, runs_on
 from coral_core.perf.search import Layout
@@ -82,7 +83,9 @@ def laid_out_templates(draw):
     known = draw(st.sampled_from([True, True, True, False]))
     heads, kv_heads = draw(st.sampled_from([(64, 8), (3, 1), (6, 3), (4, 2)]))
     moe = package_models()["gpt-oss-20b"].moe if draw(st.booleans()) else None
-    return draw(st.sampled_from(Phase)), stages, known, shape(60, heads=heads, kv_heads=kv_heads, moe=moe)
+    window = draw(st.sampled_from([None, None, SlidingWindow(window_tokens=128, layers=30)]))
+    model = shape(60, heads=heads, kv_heads=kv_heads, moe=moe, sliding_window=window)
+    return draw(st.sampled_from(Phase)), stages, known, model
 
 
 def vllm_runs(phase, stages, known, model):
@@ -102,9 +105,11 @@ def vllm_runs(phase, stages, known, model):
 
 def coral_runs(stages, known, model):
     flat = [layout for stage in stages for layout in stage]
-    return known and not any(
-        x.pp > 1 or x.dp > 1 or model.heads % x.tp or (model.kv_heads % x.tp and x.tp % model.kv_heads) for x in flat
-    )
+    if not known or model.sliding_window is not None or any(x.dp > 1 for x in flat):
+        return False
+    if any(model.heads % x.tp or (model.kv_heads % x.tp and x.tp % model.kv_heads) for x in flat):
+        return False
+    return all(x.pp == 1 for x in flat) or (len(set(flat)) == 1 and len(flat) == len(stages))
 
 
 @settings(max_examples=150, deadline=None)
@@ -122,6 +127,12 @@ def test_all_at_once_decides_what_one_at_a_time_decides(cases):
     expected = [vllm_runs(*case) for case in cases]
     assert runs_on(scope.found, Runtime.VLLM).tolist() == expected
     assert runs_on(scope.found, Runtime.CORAL).tolist() == [coral_runs(*case[1:]) for case in cases]
+    both = scope.mask((Runtime.VLLM, Runtime.CORAL)).tolist()
+    either = [one or other for one, other in zip(expected, runs_on(scope.found, Runtime.CORAL), strict=True)]
+    assert both == [
+        other if case[0] is not Phase.AGGREGATED else any_of
+        for case, any_of, other in zip(cases, either, runs_on(scope.found, Runtime.CORAL), strict=True)
+    ]
     assert scope.usable["template_id"].to_pylist() == [f"t{i}" for i, runs in enumerate(expected) if runs]
     for one, (_, stages, known, model) in zip(made, cases, strict=True):
         alone = runnable(one, [[x if known else None for x in stage] for stage in stages], model)
