@@ -292,10 +292,48 @@ def prefill_decode(model: str, port: int) -> dict[str, Any]:
     }
 
 
+LAYER_MS = {"a": 20.0, "b": 40.0, "c": 40.0, "d": 40.0, "e": 40.0}
+BATCH = 4
+PACE_STAGES: Stages = [(4, {"a": 2, "b": 1}), (4, {"c": 1, "d": 1, "e": 1})]
+
+
+def pace(model: str, port: int) -> dict[str, Any]:
+    """Tokens/s of unequal nodes: each takes so long per step and layer, whatever the step holds, up to BATCH requests."""
+    delays = {name: layers * LAYER_MS[name] for layers, own in PACE_STAGES for name in own}
+    os.environ["CORAL_NODE_DELAY_MS"] = ",".join(f"{name}={delay}" for name, delay in delays.items())
+    nodes = {name: {"max_num_seqs": BATCH} for name in delays}
+    engine = Engine(model, port, PACE_STAGES, nodes=nodes, layout={"silence_s": 15.0})
+    requests, each = 64, 24
+    for number in range(requests):
+        params = SamplingParams(temperature=0.0, max_tokens=each, ignore_eos=True)
+        engine.add(f"r{number}", prompt_of(number)[:8], params)
+    samples = [(time.monotonic(), 0)]
+    for _ in engine.steps():
+        samples.append((time.monotonic(), sum(map(len, engine.tokens.values()))))
+    engine.settle()
+    whole = requests * each
+    steady = [sample for sample in samples if 0.2 * whole <= sample[1] <= 0.8 * whole]
+    (began, before), (ended, after) = steady[0], steady[-1]
+    return {
+        "measured_tokens_per_s": (after - before) / (ended - began),
+        "predicted_tokens_per_s": 1000 * min(sum(BATCH / delays[name] for name in own) for _, own in PACE_STAGES),
+        "chain_tokens_per_s": 1000 * BATCH / best_chain_ms(list(LAYER_MS.values()), 8),
+        "overall_tokens_per_s": whole / (samples[-1][0] - samples[0][0]),
+        "left_behind": engine.left_behind(),
+    }
+
+
+def best_chain_ms(layer_ms: list[float], layers: int) -> float:
+    """The time per step of the slowest stage of the best chain, one node per stage, any of the nodes, any whole split."""
+    times = sorted({count * cost for cost in layer_ms for count in range(1, layers + 1)})
+    return next(time_ms for time_ms in times if sum(int(time_ms // cost) for cost in layer_ms) >= layers)
+
+
 SCENARIOS: dict[str, Callable[[str, int], dict[str, Any]]] = {
     "plain": plain,
     **{name: layout(name) for name in LAYOUTS},
     "kills": kills,
+    "pace": pace,
     "prefill-decode": prefill_decode,
 }
 
