@@ -15,6 +15,8 @@ from artifacts.library import LibrarySnapshot
 from artifacts.templates import row_to_template, template_columns
 from coral_core.allocation import explain_allocation, homo, homo_joint, solve_allocation, why_not
 from coral_core.allocation.baselines.cauchy import UnsupportedFamilyError, cauchy
+from coral_core.allocation.policies import POLICIES
+from coral_core.allocation.warm_up import warm_up
 from coral_core.allocation.why_not import not_a_choice
 from coral_core.config.allocation_file import allocation_result_to_json
 from coral_core.config.resolve import ResolvedScenario, allocation_problem
@@ -97,6 +99,7 @@ def make_plan(
         return asked if adjust is None else adjust(asked)
 
     problem = problem_of(scope.usable)
+    warm_up(POLICIES["coral"], problem)  # its solve time, which the decision states, is not that of a compiler
     result = solve_allocation(problem)
     beside = runtimes_document(
         scope,
