@@ -8,7 +8,7 @@ A pipeline of one stage has no hop and the whole SLO; it is in the published tab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -20,8 +20,9 @@ from coral_core.domain.models import ModelShape
 from coral_core.domain.workload import Lengths, Phase, Slo
 from coral_core.errors import InputError
 from coral_core.perf.assumptions import CapacityAssumptions
-from coral_core.perf.capacity import check_inputs, estimate_question, node_capacity
+from coral_core.perf.capacity import NO_PROFILES, check_inputs, estimate_question, node_capacity
 from coral_core.perf.factors import Factors
+from coral_core.perf.profile import Profile
 from coral_core.perf.search import ANY_LAYOUT, Budgets, LayoutLimits, ReplicaSteps
 
 GRID: Final = 60
@@ -46,6 +47,7 @@ def budget_table(
     factors: Factors | None = None,
     grid: int = GRID,
     limits: LayoutLimits = ANY_LAYOUT,
+    profiles: Mapping[str, Profile] = NO_PROFILES,
 ) -> BudgetTable:
     """T^ of every configuration as a stage among others, for each budget of the grid and j = 1..L.
 
@@ -59,7 +61,15 @@ def budget_table(
     if not 1 <= grid <= MAX_GRID:
         raise InputError(f"{grid} budgets instead of 1 to {MAX_GRID}", where="grid")
     question = estimate_question(
-        shape, variant, phase, lengths, configs, assumptions=assumptions, factors=factors, limits=limits
+        shape,
+        variant,
+        phase,
+        lengths,
+        configs,
+        assumptions=assumptions,
+        factors=factors,
+        limits=limits,
+        profiles=profiles,
     )
     planned = assumptions.planned_slo(phase, slo)
     names: dict[str, int] = {}

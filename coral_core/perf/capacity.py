@@ -1,7 +1,8 @@
 """Stage capacities T^ of node configurations for one (model, variant, phase, SLO): DESIGN 3.1.
 
-Units: tokens/s for prefill (prompt tokens) and decode (generated tokens), requests/s for aggregated. All figures are
-analytic (`CapacitySource.ESTIMATED`); their error bars are those of the ledger, None for GPUs it knows nothing of.
+Units: tokens/s for prefill (prompt tokens) and decode (generated tokens), requests/s for aggregated. Times come from a
+measured profile where there is one; all others are analytic (`CapacitySource.ESTIMATED`), with the error bars of the ledger,
+None for GPUs it knows nothing of.
 
 Why a stage of S may take l/S although requests wait for one another: a pipeline computes in steps, S of them under way, each
 split over the nodes of a stage by their throughput and each node waiting for all of its part. Then every part takes at most
@@ -16,8 +17,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +35,8 @@ from coral_core.perf import memory
 from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.errors import capacity_error_fracs
 from coral_core.perf.factors import FULL_BITS, Factors, load_factors
+from coral_core.perf.measured import measured_source
+from coral_core.perf.profile import Profile
 from coral_core.perf.search import (
     ANY_LAYOUT,
     Best,
@@ -52,6 +56,8 @@ Ints = NDArray[np.int64]
 FORMULA_VERSION = 3
 """Raise when a formula of this package changes: capacities with other versions are not the same inputs."""
 
+NO_PROFILES: Final[Mapping[str, Profile]] = {}
+
 _DEFAULTS = CapacityAssumptions()
 
 
@@ -67,19 +73,28 @@ def capacity_table(
     assumptions: CapacityAssumptions = _DEFAULTS,
     factors: Factors | None = None,
     limits: LayoutLimits = ANY_LAYOUT,
+    profiles: Mapping[str, Profile] = NO_PROFILES,
 ) -> CapacityTable:
     """T^ of every configuration for S = 1..max_stages and j = 1..L, at the published split's budget, a 1/S of the planned SLO.
 
     `throughput` is (S, C, L), non-increasing in j (a node that may hold more layers at a throughput may hold fewer;
     the layout is then that of the larger j). Prefill's budget is the TTFT, decode's the TPOT, aggregated has both.
-    Only the layouts within `limits` count.
+    Only the layouts within `limits` count. Configurations with measured `profiles` of the phase take their times from them.
 
     Raises InputError for values that make no sense and DataGapError where a GPU's efficiency is not known, or where
-    estimates are not allowed (there are no measured profiles to use instead).
+    estimates are not allowed and a configuration has no profile.
     """
     check_inputs(shape, lengths, slo, configs, max_stages)
     question = estimate_question(
-        shape, variant, phase, lengths, configs, assumptions=assumptions, factors=factors, limits=limits
+        shape,
+        variant,
+        phase,
+        lengths,
+        configs,
+        assumptions=assumptions,
+        factors=factors,
+        limits=limits,
+        profiles=profiles,
     )
     budgets = published_budgets(phase, assumptions.planned_slo(phase, slo), max_stages)
     names: dict[str, int] = {}
@@ -101,14 +116,30 @@ def capacity_table(
         throughput=throughput,
         layout=layout,
         layouts=tuple(names),
-        sources=(CapacitySource.ESTIMATED,) * len(configs),
-        error_frac=capacity_error_fracs([config.gpu.name for config in configs], phase),
+        sources=tuple(_source(question, config) for config in configs),
+        error_frac=_error_fracs(question, configs),
         memory_bytes=np.array([float(config.memory_bytes) for config in configs]),
         usable_memory_bytes=np.array(
             [config.gpu_count * memory.usable_bytes(config.gpu, assumptions) for config in configs]
         ),
         model_bytes=model_math.weight_bytes(shape, variant),
         inputs_hash=_inputs_hash(question, slo, configs, max_stages),
+    )
+
+
+def _source(question: Question, config: NodeConfig) -> CapacitySource:
+    profile = question.profile_of(config)
+    if profile is None:
+        return CapacitySource.ESTIMATED
+    return measured_source(profile, question.phase, question.lengths)
+
+
+def _error_fracs(question: Question, configs: Sequence[NodeConfig]) -> tuple[float | None, ...]:
+    """A profile's own variation, else the ledger's error of the GPU's estimates."""
+    estimated = capacity_error_fracs([config.gpu.name for config in configs], question.phase)
+    profiles = [question.profile_of(config) for config in configs]
+    return tuple(
+        error if profile is None else profile.error_frac for profile, error in zip(profiles, estimated, strict=True)
     )
 
 
@@ -143,7 +174,7 @@ def node_capacity(
         return _nothing(len(budgets.stage_s), question.shape.layers)
     results: list[Best] = []
     for layout in candidates:
-        key = (config.gpu.name, layout.tp)
+        key = (config.gpu.name if question.profile_of(config) is None else config.name, layout.tp)
         if key not in known:
             known[key] = replica_steps(question, config, layout.tp)
         results.append(best_batch(question, config, layout, known[key], budgets))
@@ -193,17 +224,13 @@ def estimate_question(
     assumptions: CapacityAssumptions,
     factors: Factors | None,
     limits: LayoutLimits = ANY_LAYOUT,
+    profiles: Mapping[str, Profile] = NO_PROFILES,
 ) -> Question:
-    """What is asked of the estimates, with the shipped factors where none are given.
+    """What is asked of measured profiles and estimates, with the shipped factors where none are given.
 
-    Raises DataGapError where estimates are not allowed: there are no measured profiles to use instead.
+    Raises DataGapError where estimates are not allowed, and a configuration has no measured profile.
     """
-    if not assumptions.allow_estimates:
-        raise DataGapError(
-            f"no measured profile of model {shape.name} on {', '.join(config.name for config in configs)}",
-            fix="allow estimates, or profile these configurations",
-        )
-    return Question(
+    question = Question(
         shape=shape,
         variant=variant,
         phase=phase,
@@ -211,7 +238,15 @@ def estimate_question(
         assumptions=assumptions,
         factors=load_factors() if factors is None else factors,
         limits=limits,
+        profiles=profiles,
     )
+    missing = [config.name for config in configs if question.profile_of(config) is None]
+    if missing and not assumptions.allow_estimates:
+        raise DataGapError(
+            f"no measured profile of model {shape.name} on {', '.join(missing)}",
+            fix="allow estimates, or profile these configurations",
+        )
+    return question
 
 
 def published_budgets(phase: Phase, slo: Slo, max_stages: int) -> Budgets:
@@ -299,10 +334,13 @@ def _inputs_hash(question: Question, slo: Slo, configs: Sequence[NodeConfig], ma
         "efficiency": sorted([*key, asdict(row)] for key, row in question.factors.efficiency.items() if key[0] in gpus),
         "experts": sorted([*key, asdict(row)] for key, row in question.factors.experts.items() if key[0] in gpus),
         "all_reduce": sorted([*key, asdict(row)] for key, row in question.factors.all_reduce.items() if key[0] in gpus),
-        "errors": [*capacity_error_fracs(sorted(gpus), question.phase)],
+        "errors": _error_fracs(question, configs),
         "assumptions": question.assumptions.facts(question.phase),
     }
     idle = [name for name, gpu in by_name.items() if not runs_variant(question.shape, question.variant, gpu)]
+    measured = {config.name: profile.content_hash for config in configs if (profile := question.profile_of(config))}
+    if measured:
+        facts["profiles"] = measured
     if question.limits != ANY_LAYOUT:
         facts["layouts"] = asdict(question.limits)
     if idle:

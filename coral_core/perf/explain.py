@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,8 +15,9 @@ from coral_core.domain.workload import Lengths, Phase, Slo
 from coral_core.errors import InputError
 from coral_core.perf import memory
 from coral_core.perf.assumptions import CapacityAssumptions
-from coral_core.perf.capacity import check_inputs, node_capacity, published_budgets
+from coral_core.perf.capacity import NO_PROFILES, check_inputs, node_capacity, published_budgets
 from coral_core.perf.factors import Factors, load_factors
+from coral_core.perf.profile import Profile
 from coral_core.perf.search import Evaluator, Question, replica_steps
 
 _DEFAULTS = CapacityAssumptions()
@@ -74,6 +76,7 @@ def explain_capacity(
     layers: int,
     assumptions: CapacityAssumptions = _DEFAULTS,
     factors: Factors | None = None,
+    profiles: Mapping[str, Profile] = NO_PROFILES,
 ) -> CapacityExplanation | None:
     """Take apart T^ of `config` holding `layers` in one of `stages` stages; None where it has no capacity.
 
@@ -89,6 +92,7 @@ def explain_capacity(
         lengths=lengths,
         assumptions=assumptions,
         factors=load_factors() if factors is None else factors,
+        profiles=profiles,
     )
     budgets = published_budgets(phase, assumptions.planned_slo(phase, slo), stages).only(stages)
     node = node_capacity(question, config, budgets)
@@ -101,6 +105,8 @@ def explain_capacity(
     j = np.array([[[int(node.layers[at])]]])
     state = point.state(j, np.array([[[batch]]]))
     time = steps.time
+    # A profile says how long a layer takes, not what in it: its time is divided as the estimate's.
+    scale = float(steps.layer_s[batch - 1] / time.total_s[batch - 1])
     held = -(-int(node.layers[at]) // layout.pp)
     return CapacityExplanation(
         config=config.name,
@@ -114,13 +120,13 @@ def explain_capacity(
         hop_s=state.hop_s.item(),
         budget_s=budgets.stage_s.item(),
         layer_parts_s={
-            "gemm": float(time.gemm_s[batch - 1]),
-            "experts": float(time.experts_s[batch - 1]),
-            "attention": float(time.attention_s[batch - 1]),
-            "elementwise": float(time.elementwise_s[batch - 1]),
-            "lm_head": float(time.lm_head_s[batch - 1]),
-            "all_reduce": float(time.all_reduce_s[batch - 1]),
-            "overhead": time.overhead_s,
+            "gemm": scale * float(time.gemm_s[batch - 1]),
+            "experts": scale * float(time.experts_s[batch - 1]),
+            "attention": scale * float(time.attention_s[batch - 1]),
+            "elementwise": scale * float(time.elementwise_s[batch - 1]),
+            "lm_head": scale * float(time.lm_head_s[batch - 1]),
+            "all_reduce": scale * float(time.all_reduce_s[batch - 1]),
+            "overhead": scale * time.overhead_s,
         },
         memory_bound=bool(time.memory_bound[batch - 1]),
         weight_bytes=held * point.weights,

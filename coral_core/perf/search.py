@@ -18,7 +18,8 @@ refined around its best point.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -31,6 +32,8 @@ from coral_core.errors import DataGapError
 from coral_core.perf import memory, network
 from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.factors import Factors
+from coral_core.perf.measured import measured_fixed_s, measured_layer_s, profiled_tps
+from coral_core.perf.profile import Profile
 from coral_core.perf.roofline import LayerTime, Step, layer_time, mean_context_tokens, step_of
 
 Floats = NDArray[np.float64]
@@ -120,6 +123,13 @@ class Question:
     assumptions: CapacityAssumptions
     factors: Factors
     limits: LayoutLimits = ANY_LAYOUT
+    profiles: Mapping[str, Profile] = field(default_factory=dict)
+    """Measured times by node configuration; they come before estimates."""
+
+    def profile_of(self, config: NodeConfig) -> Profile | None:
+        """The profile that a configuration's capacity comes from; None where it is estimated."""
+        found = self.profiles.get(config.name)
+        return found if found is not None and profiled_tps(found, self.phase) else None
 
     @property
     def max_batch(self) -> int:
@@ -140,11 +150,15 @@ class ReplicaSteps:
     step: Step
     time: LayerTime
     layer_s: Floats
+    fixed_s: float
     activation_bytes: Floats
 
 
 def replica_steps(question: Question, config: NodeConfig, tp: int) -> ReplicaSteps:
-    """Tabulate all batches; the same for all layouts with this `tp` of nodes with this GPU."""
+    """Tabulate all batches; the same for all layouts with this `tp` of nodes with this GPU, unless a profile says more.
+
+    `layer_s` and `fixed_s` are a profile's where there is one; `time` is the estimate in any case.
+    """
     step = step_of(question.phase, np.arange(1.0, question.max_batch + 1), question.lengths)
     time = layer_time(
         shape=question.shape,
@@ -157,19 +171,27 @@ def replica_steps(question: Question, config: NodeConfig, tp: int) -> ReplicaSte
         assumptions=question.assumptions,
     )
     activation_bytes = memory.activation_bytes_per_gpu(question.shape, tp, step)
-    return ReplicaSteps(step=step, time=time, layer_s=time.total_s, activation_bytes=activation_bytes)
+    layer_s, fixed_s = time.total_s, question.assumptions.step_overhead_s
+    if (profile := question.profile_of(config)) is not None:
+        layer_s = measured_layer_s(profile, question.phase, tp, step, question.lengths)
+        fixed_s = measured_fixed_s(profile, question.phase, tp)
+    return ReplicaSteps(step=step, time=time, layer_s=layer_s, fixed_s=fixed_s, activation_bytes=activation_bytes)
 
 
 def layouts(question: Question, config: NodeConfig) -> list[Layout]:
     """Internal layouts the engine can run: heads and MLP widths divide by TP; KV heads divide by it or into it.
 
-    TP only at sizes whose all-reduce is known on this GPU; an MLA latent is not split, so it sets no limit.
+    TP only at sizes whose all-reduce is known on this GPU, or that were measured where there is a profile; an MLA latent
+    is not split, so it sets no limit.
     """
     shape, n = question.shape, config.gpu_count
+    profile = question.profile_of(config)
+    measured = None if profile is None else profiled_tps(profile, question.phase)
     possible = [
         Layout(tp=tp, pp=pp, dp=n // tp // pp)
         for tp in range(1, n + 1)
         if n % tp == 0 and tp_runs(shape, tp) and (tp == 1 or (config.gpu.name, tp) in question.factors.all_reduce)
+        if measured is None or tp in measured
         for pp in range(1, n // tp + 1)
         if n // tp % pp == 0 and pp <= shape.layers
     ]
@@ -245,7 +267,7 @@ class Evaluator:
         tokens = steps.step.tokens
         self.hop_s = network.hop_time(shape=shape, config=config, dp=layout.dp, tokens=tokens, assumptions=assumptions)
         inner = network.inner_hop_time(shape=shape, config=config, tokens=tokens, assumptions=assumptions)
-        self.fixed_s = layout.pp * assumptions.step_overhead_s + (layout.pp - 1) * inner
+        self.fixed_s = layout.pp * steps.fixed_s + (layout.pp - 1) * inner
         self.weights = memory.weight_bytes_per_gpu_layer(shape, variant, tp)
         self.kv_decode = memory.kv_bytes_per_gpu_layer(shape, variant, tp, mean_context_tokens(lengths))
         self.kv_prompt = memory.kv_bytes_per_gpu_layer(shape, variant, tp, lengths.mean_input_tokens)
@@ -260,7 +282,7 @@ class Evaluator:
     def occupancy_s(self, layers: Ints, batch: Ints) -> Floats:
         """Time a step occupies the slowest internal stage."""
         held = -(-layers // self.layout.pp)
-        result: Floats = held * self.steps.layer_s[batch - 1] + self.question.assumptions.step_overhead_s
+        result: Floats = held * self.steps.layer_s[batch - 1] + self.steps.fixed_s
         return result
 
     def chunks(self, batch: Ints) -> Floats:

@@ -1,0 +1,93 @@
+"""Whether the times of a profile can be true: values, rows that are there twice, physical bounds, and noise."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+from coral_core.domain import model_math
+from coral_core.domain.hardware import Gpu
+from coral_core.domain.models import ModelShape
+from coral_core.domain.workload import Phase
+from coral_core.errors import InputError
+from coral_core.perf.profile import PHASES, ProfilePoint
+from coral_core.perf.search import tp_runs
+
+LARGEST_DROP: Final = 0.1
+"""A time that falls by more than this share as a step grows is noise or a mistake: refused. Less is levelled out."""
+
+
+def checked_points(
+    points: Sequence[ProfilePoint], shape: ModelShape, variant: str, gpu: Gpu, gpu_count: int, *, where: str
+) -> tuple[ProfilePoint, ...]:
+    """The points, if they can be true; `where` and the row number (from 1) stand in every error.
+
+    Raises InputError for values that are not above 0, points that are there twice, TP that the model or the node cannot
+    have, times faster than the GPU's peaks allow, and times that fall by more than LARGEST_DROP as steps grow.
+    """
+    if not points:
+        raise InputError("there are no times", where=where)
+    seen: dict[tuple[object, ...], int] = {}
+    for row, point in enumerate(points, 1):
+        place = f"{where}: row {row}"
+        _check_values(point, place)
+        if point.tp < 1 or gpu_count % point.tp or not tp_runs(shape, point.tp):
+            raise InputError(f"{shape.name} cannot run at TP {point.tp} on {gpu_count} GPUs", where=place)
+        identity = (point.phase, point.tp, point.requests, point.tokens)
+        if identity in seen:
+            raise InputError(
+                f"{point.phase} at TP {point.tp}, {point.requests:g} requests of {point.tokens:g} tokens is there twice",
+                where=f"{where}: rows {seen[identity]} and {row}",
+            )
+        seen[identity] = row
+        least_s = least_layer_s(point, shape, variant, gpu)
+        if point.layer_s < least_s:
+            raise InputError(
+                f"layer_s is {point.layer_s:.4g}, but {gpu.name}'s peaks allow no less than {least_s:.4g}",
+                where=place,
+                fix="check the unit, the model and its dtype, and that one layer was timed",
+            )
+    _refuse_drops(points, where)
+    return tuple(points)
+
+
+def _check_values(point: ProfilePoint, place: str) -> None:
+    for name, value in (("requests", point.requests), ("tokens", point.tokens), ("layer_s", point.layer_s)):
+        if not math.isfinite(value) or value <= 0:
+            raise InputError(f"{name} is {value!r}, must be a number above 0", where=place)
+    for name, known in (("fixed_s", point.fixed_s), ("cv_frac", point.cv_frac)):
+        if known is not None and not (math.isfinite(known) and known >= 0):
+            raise InputError(f"{name} is {known!r}, must be a number of at least 0", where=place)
+    if point.phase not in PHASES:
+        raise InputError(f"phase {point.phase} has no times of its own", where=place, fix="prefill or decode")
+
+
+def least_layer_s(point: ProfilePoint, shape: ModelShape, variant: str, gpu: Gpu) -> float:
+    """No layer is faster: its dense weights and active experts once through memory, its FLOPs at the highest peak."""
+    chosen, counts = model_math.variant_of(shape, variant), model_math.parameter_counts(shape)
+    moe_layers = 0 if shape.moe is None else counts.moe_layers * shape.moe.top_k
+    bits = counts.body * chosen.weight_bits + moe_layers * counts.expert * chosen.expert_bits
+    tokens = point.requests * (point.tokens if point.phase is Phase.PREFILL else 1.0)
+    flops = 2 * (counts.body + moe_layers * counts.expert) * tokens
+    share = 1 / (shape.layers * point.tp)
+    peak = max(gpu.compute_flops_per_s.values())
+    return max(bits / 8 * share / gpu.memory_bandwidth_bytes_per_s, flops * share / peak)
+
+
+def _refuse_drops(points: Sequence[ProfilePoint], where: str) -> None:
+    groups: dict[tuple[object, ...], list[tuple[float, float, int]]] = defaultdict(list)
+    for row, point in enumerate(points, 1):
+        groups[point.phase, point.tp, "tokens", point.tokens].append((point.requests, point.layer_s, row))
+        groups[point.phase, point.tp, "requests", point.requests].append((point.tokens, point.layer_s, row))
+    for (phase, tp, _, _), group in groups.items():
+        ordered = sorted(group)
+        for (_, before_s, first), (_, after_s, second) in pairwise(ordered):
+            if after_s < before_s * (1 - LARGEST_DROP):
+                raise InputError(
+                    f"{phase} at TP {tp} falls from {before_s:.4g} to {after_s:.4g} s as the step grows",
+                    where=f"{where}: rows {first} and {second}",
+                    fix="measure again: times are too noisy",
+                )
