@@ -290,8 +290,9 @@ def _without_decode(
 ) -> set[Key]:
     """Prefill (template, region) whose requests no decode instance of any epoch could take over."""
 
-    def place(key: Key) -> tuple[str, str]:
-        return usable[key[0]].model, key[1] if pd_same_region else ""
+    def place(key: Key) -> tuple[str, str, str]:
+        one = usable[key[0]]
+        return one.model, *((one.variant, key[1]) if pd_same_region else ("", ""))
 
     keys = {key for plan in counts for key in plan}
     decodes = {place(key) for key in keys if usable[key[0]].phase is Phase.DECODE}

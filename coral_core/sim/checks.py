@@ -124,13 +124,13 @@ def _check_decodes_somewhere(instance: SimInstance, given: SimInput) -> None:
         for other in given.instances
         if other.phase is Phase.DECODE
         and other.model == instance.model
-        and (other.region == instance.region or not given.options.pd_same_region)
+        and ((other.variant, other.region) == (instance.variant, instance.region) or not given.options.pd_same_region)
     ]
     where = f"instances[{instance.name}]"
     if not partners:
         place = f" in region {instance.region!r}" if given.options.pd_same_region else ""
         raise InputError(
-            f"no decode instance of model {instance.model}{place} takes over its requests",
+            f"no decode instance of model {f'{instance.model} {instance.variant}'.rstrip()}{place} takes over its requests",
             where=where,
             fix="add one, or make it an aggregated instance",
         )

@@ -108,6 +108,7 @@ def sim_instance(
         phase=template.phase,
         stages=tuple(SimStage(layers=stage.layers, nodes=row) for stage, row in zip(stages, nodes, strict=True)),
         weight=_requests_per_s(served, template),
+        variant=template.variant,
         region=region,
         template=template.template_id,
         max_batched_tokens=max(node.max_batched_tokens for node in nodes[0]),

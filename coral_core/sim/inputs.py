@@ -87,7 +87,7 @@ class SimStage:
 class SimInstance:
     """One serving instance.
 
-    `weight` is what the router weighs it by, in requests/s (templates of prefill and decode: tokens/s over the mean
+    With `SimOptions.pd_same_region`, prefill hands over to decode of the same `variant` and `region`. `weight` is what the router weighs it by, in requests/s (templates of prefill and decode: tokens/s over the mean
     tokens per request). `max_batched_tokens` per iteration and `max_running_requests` per node of the first stage are
     the engine's limits; `max_outstanding_requests` bounds what the router gives it at a time. An instance of several stages has
     at most `micro_batches` steps under way, each over all its nodes (`coral_core.sim.steps`). `hop_s` is the latency
@@ -100,6 +100,7 @@ class SimInstance:
     phase: Phase
     stages: tuple[SimStage, ...]
     weight: float
+    variant: str = ""
     region: str = ""
     template: str = ""
     max_batched_tokens: int = 8192
@@ -194,7 +195,7 @@ class SimOptions:
 
     `epoch_starts_s` begins with 0 and cuts the aggregates. `reserve_full_prompt`: a request is admitted only when its
     whole prompt fits, not just the first chunk (vLLM's default). `max_retries` of a request whose instance is lost
-    before its first token. `pd_same_region`: KV does not cross regions. `stream_kv`: a prompt's KV goes to its decode
+    before its first token. `pd_same_region`: KV does not cross regions, nor go to another variant's weights. `stream_kv`: a prompt's KV goes to its decode
     instance layer by layer while later layers are computed, not in one piece when all are. `compiled` chooses the kernel, which changes no
     result; None compiles (half a minute once, then cached) only for runs that repay it.
     """

@@ -160,18 +160,19 @@ def grown(world: World) -> World:
 
 
 class _Pools:
-    """Queues that the router serves: one per model for new requests, one per model (and region) for decode."""
+    """Queues that the router serves: one per model for new requests, one per model, variant (and region) for decode."""
 
     def __init__(self, given: SimInput) -> None:
         self.models = [model.name for model in given.models]
         self.same_region = given.options.pd_same_region
         decodes = sorted({self._decode_key(one) for one in given.instances if one.phase is Phase.DECODE})
         self.decode = {key: len(self.models) + at for at, key in enumerate(decodes)}
-        labels = (f"{self.models[m]} decode {region}".rstrip() for m, region in decodes)
+        labels = (" ".join(filter(None, (self.models[m], variant, "decode", region))) for m, variant, region in decodes)
         self.names = (*self.models, *labels)
 
-    def _decode_key(self, instance: SimInstance) -> tuple[int, str]:
-        return self.models.index(instance.model), instance.region if self.same_region else ""
+    def _decode_key(self, instance: SimInstance) -> tuple[int, str, str]:
+        where = (instance.variant, instance.region) if self.same_region else ("", "")
+        return self.models.index(instance.model), *where
 
     def of(self, instance: SimInstance) -> int:
         """The pool that hands requests to an instance."""
@@ -189,7 +190,7 @@ class _Pools:
         rows = np.zeros((len(self.names), c.P_COLUMNS), dtype=np.int64)
         rows[:, c.P_FIRST] = np.searchsorted(owners, np.arange(len(self.names)), side="left")
         rows[:, c.P_END] = np.searchsorted(owners, np.arange(len(self.names)), side="right")
-        rows[:, c.P_MODEL] = [*range(len(self.models)), *(m for m, _ in self.decode)]
+        rows[:, c.P_MODEL] = [*range(len(self.models)), *(m for m, _, _ in self.decode)]
         return rows
 
 

@@ -71,6 +71,9 @@ def test_kv_needs_a_decode_instance_of_the_same_region_unless_regions_may_differ
         simulate(simulation(pair, ASKED))
     outcome = simulate(simulation(pair, ASKED, pd_same_region=False))
     assert outcome.queues == ("m", "m decode")
+    other = [replace(pair[0], variant="x"), replace(pair[1], region="a", variant="y")]
+    with pytest.raises(InputError, match="no decode instance of model m x in region 'a'"):
+        simulate(simulation(other, ASKED))
     deeper = replace(pair[1], stages=(stage(node(), layers=2),))
     with pytest.raises(InputError, match="has 1 layers, decode instance d another number"):
         simulate(simulation([pair[0], deeper], ASKED, pd_same_region=False))

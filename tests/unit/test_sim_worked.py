@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -256,6 +258,15 @@ def test_senders_share_a_receivers_nic_and_replicas_their_own(machine):
     # Both have computed at 1; their bytes pass the one NIC from 1 to 2 and from 2 to 3, be it a sender's or a receiver's.
     # One receiver computes both at once; of two, one is done at 3, but the step that both are part of is through at 4.
     assert outcome.requests.first_token_s.tolist() == pytest.approx([4.0, 4.0])
+
+
+def test_a_prompt_is_decoded_with_the_weights_that_computed_it():
+    pairs = [replace(one, name=f"{one.name}{variant}", variant=variant) for one in disaggregated() for variant in "xy"]
+    outcome = simulate(simulation(pairs, requests(*[(10.0 * k, 100, 2) for k in range(4)]), model=KV_MODEL))
+    assert outcome.queues == ("m", "m x decode", "m y decode")
+    names = np.array(outcome.instances)
+    taken = zip(names[outcome.requests.prefill_instance], names[outcome.requests.instance], strict=True)
+    assert list(taken) == [("px", "dx"), ("py", "dy")] * 2
 
 
 def test_kv_that_is_there_waits_for_its_turn_to_run():
