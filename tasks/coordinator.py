@@ -19,6 +19,7 @@ from coral_core.perf.layer_times import AS_MEASURED
 from coral_core.perf.search import Layout
 from coral_core.serving.control.held import AskPlan
 from tasks.library import build_spec_from_scenario
+from tasks.node_throughputs import node_throughputs
 
 _VERSIONS: Final = 5
 """How many of a library's newest versions are looked through: a plan may be older than the newest one."""
@@ -50,6 +51,7 @@ def launcher(store: Store, resolved: ResolvedScenario, terms: EngineTerms) -> Ca
             terms=terms,
             assumptions=model.assumptions(spec.assumptions),
             places=question.places,
+            throughputs=node_throughputs(template, spec, model),
         )
 
     return launch
