@@ -167,6 +167,6 @@ class Control(RuleBasedStateMachine):
 
 
 Control.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_control_laws = Control.TestCase

@@ -88,7 +88,7 @@ class _Coordinator:
         self.instances = Instances(plan.terms, name=uuid.uuid4().hex[:12], held=self._remembered())
         self.counts: Counter[str] = Counter()
         self.gateway_trouble = ""
-        self.changed = asyncio.Event()
+        self.changed, self.unwritten = asyncio.Event(), asyncio.Event()
         self.asking: set[asyncio.Task[None]] = set()
 
     def _remembered(self) -> list[Held]:
@@ -161,6 +161,7 @@ class _Coordinator:
                     task.add_done_callback(self.asking.discard)
                 case Happened():
                     self.changed.set()
+                    self.unwritten.set()
                     text = f"{effect.instance_id}: {effect.event}: {effect.detail}"
                     self.say(effect.event, text, instance=effect.instance_id, detail=effect.detail)
                 case GatewayCall():
@@ -220,8 +221,10 @@ class _Coordinator:
 
     async def _keep_state(self) -> None:
         while True:
+            self.unwritten.clear()
             self._write()
-            await asyncio.sleep(_WRITE_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.unwritten.wait(), _WRITE_S)
 
     def _write(self) -> None:
         document = state_document(
