@@ -25,6 +25,10 @@ TORCH_CPU := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/engine-cpu
 demo: setup  ## Set up, build the library of scenario `tiny` through Prefect and Ray, and print a plan
 	$(BIN)/coral demo
 
+.PHONY: serve-demo
+serve-demo: setup $(if $(CORAL_ENGINE_PYTHON),,engine-cpu)  ## The whole loop on this machine with real engines and tiny models (Ctrl-C ends it; DEMO="--once --port 8001")
+	@exec $(BIN)/coral serve-demo $(DEMO)
+
 .PHONY: serve
 serve: setup  ## Prefect with its web page and all deployments, here or on PREFECT_API_URL (Ctrl-C ends it; SERVE="--port 4201")
 	@exec $(BIN)/coral flows serve $(SERVE)
@@ -96,6 +100,13 @@ infra-check: setup  ## Security policy of infra/terraform, in an environment of 
 	  cp requirements/infra.lock $(VENV)-infra/infra.lock; }
 	$(VENV)-infra/bin/checkov --config-file infra/terraform/.checkov.yaml
 
+.PHONY: bench-rivals
+bench-rivals: setup  ## Other gateways for `coral bench gateway`, in an environment of their own (.venv-bench)
+	@cmp -s requirements/bench.lock $(VENV)-bench/bench.lock || { \
+	  $(BIN)/python -m venv --clear $(VENV)-bench && \
+	  $(VENV)-bench/bin/python -m pip install $(PIP_QUIET) --disable-pip-version-check --require-hashes -r requirements/bench.lock && \
+	  cp requirements/bench.lock $(VENV)-bench/bench.lock; }
+
 .PHONY: cov
 cov: setup  ## Coverage of the quick tests as pages in htmlcov/
 	$(BIN)/pytest -q -n $(WORKERS) -m "$(UNIT)" --cov --cov-report=html $(PYTEST_FLAGS)
@@ -119,6 +130,8 @@ lock: setup  ## Write the lock files anew from pyproject.toml (UPGRADE=1 takes n
 	  -c requirements/dev.lock pyproject.toml -o requirements/base.lock
 	$(BIN)/uv pip compile -q --no-header --generate-hashes --python-version 3.11 $(if $(UPGRADE),--upgrade) \
 	  requirements/infra.in -o requirements/infra.lock
+	$(BIN)/uv pip compile -q --no-header --generate-hashes --python-version 3.11 $(if $(UPGRADE),--upgrade) \
+	  requirements/bench.in -o requirements/bench.lock
 	$(BIN)/uv pip compile -q --no-header --generate-hashes --python-version 3.11 $(if $(UPGRADE),--upgrade) \
 	  $(addprefix --find-links ,$(PIP_FIND_LINKS)) --no-emit-find-links --override requirements/engine-cpu.override \
 	  requirements/engine-cpu.in -o requirements/engine-cpu.lock

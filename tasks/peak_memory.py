@@ -1,4 +1,4 @@
-"""Peak memory of this process and all that it starts."""
+"""What a process and all that it starts use: peak memory, CPU time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -51,14 +52,29 @@ def tree_bytes(pid: int) -> int:
     if not _PROC.is_dir():
         unit = 1 if sys.platform == "darwin" else 1024
         return unit * sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    total, waiting = 0, [pid]
+    pages = sum(int(text.split()[1]) for text in _tree_files(pid, "statm"))
+    return pages * resource.getpagesize()
+
+
+def tree_cpu_s(pid: int) -> float:
+    """CPU time that a process and its living descendants have used, in user and system mode. Linux only."""
+    ticks = 0
+    for text in _tree_files(pid, "stat"):
+        user, system = text.rpartition(")")[2].split()[11:13]
+        ticks += int(user) + int(system)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _tree_files(pid: int, name: str) -> Iterator[str]:
+    """The file of this name of a process and of each descendant."""
+    waiting = [pid]
     while waiting:
         folder = _PROC / str(waiting.pop())
         try:
-            resident = int((folder / "statm").read_text().split()[1])
+            text = (folder / name).read_text()
             children = [task.read_text() for task in folder.glob("task/*/children")]
-        except (OSError, IndexError):
+        except OSError:
             continue  # it ended while we looked
-        total += resident * resource.getpagesize()
-        waiting += [int(child) for text in children for child in text.split()]
-    return total
+        if text.strip():
+            yield text
+        waiting += [int(child) for line in children for child in line.split()]

@@ -11,12 +11,16 @@ from cyclopts import App, Parameter
 
 from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
-from coral_core.cli.work import library_progress, open_configured_store, resolved_scenario
+from coral_core.cli.work import counted_progress, library_progress, open_configured_store, resolved_scenario
 from coral_core.config.scenario import LibraryMethod
 from coral_core.errors import InputError, SolverError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tasks.bench_gateway import GatewayBench, Spell
     from tasks.bench_library import LibraryBench
+    from tasks.bench_targets import TargetName
 
 Chart = Annotated[Path | None, Parameter(help="Write a chart of time against size here, as SVG.")]
 
@@ -206,3 +210,104 @@ def simulate(
     first = report["first_call"]
     how = "loaded from numba's cache" if first["from_cache"] else "compiled"
     print_text(f"the kernel's first call, {how}: {first['cpu_s']:.3g} core s; not in the times above")
+
+
+@app.command
+def gateway(
+    *,
+    connections: Annotated[list[int] | None, Parameter(help="Default: 1, 64 and 512.", consume_multiple=True)] = None,
+    rounds: Annotated[int, Parameter(help="Spells of each kind; figures are medians.")] = 3,
+    seconds: Annotated[float, Parameter(help="Of each spell.")] = 6.0,
+    chunks: Annotated[int, Parameter(help="Tokens of an answer, an event each.")] = 48,
+    gap_ms: Annotated[float, Parameter(help="Between the tokens of an engine that computes nothing.")] = 2.0,
+    soak_s: Annotated[float, Parameter(help="Of the long run over 512 connections; 0 leaves it out.")] = 60.0,
+    rivals: Annotated[Path, Parameter(help="Folder with the programs `vllm-router` and `litellm`.")] = Path(
+        ".venv-bench/bin"
+    ),
+    alone: Annotated[bool, Parameter(negative="", help="Without other gateways.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure our gateway beside vllm-router, the LiteLLM proxy and a direct connection, in turn, on loopback."""
+    from tasks.bench_gateway import GatewayBenchSpec, bench_gateway
+
+    positive = {"--rounds": rounds, "--seconds": seconds, "--chunks": chunks, "--connections": min(connections or [1])}
+    for name, value in positive.items():
+        if not 0 < value < 1e6:
+            raise InputError(f"{name} must be above 0 and below 1,000,000, not {value}", where=name)
+    if not (0.0 <= gap_ms < 1e4 and 0.0 <= soak_s < 1e5):
+        raise InputError("--gap-ms and --soak-s must be 0 or more", where="--gap-ms, --soak-s")
+    spec = GatewayBenchSpec(
+        rivals={} if alone else _rivals(rivals),
+        connections=tuple(connections or (1, 64, 512)),
+        rounds=rounds,
+        seconds=seconds,
+        chunks=chunks,
+        gap_s=gap_ms / 1e3,
+        soak_s=soak_s,
+    )
+    with counted_progress("gateways", quiet=as_json) as on_progress:
+        found = bench_gateway(spec, on_progress=on_progress)
+    if as_json:
+        print_json(found.to_json())
+        return
+    _print_gateways(found)
+
+
+def _rivals(folder: Path) -> dict[TargetName, Path]:
+    from typing import get_args
+
+    from tasks.bench_targets import TargetName
+
+    names = [name for name in get_args(TargetName) if name not in {"direct", "coral"}]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise InputError(
+            f"there is no {' and no '.join(missing)}",
+            where=str(folder),
+            fix="`make bench-rivals` installs them, --alone measures without them",
+        )
+    return {name: folder / name for name in names}
+
+
+def _print_gateways(found: GatewayBench) -> None:
+    def rows(spells: Sequence[Spell]) -> list[list[object]]:
+        kinds = list(dict.fromkeys((one.connections, one.target) for one in spells))
+        table: list[list[object]] = []
+        for count, name in sorted(kinds, key=lambda kind: kind[0]):
+            figures = found.median(spells, name, count)
+            errors = sum(one.errors for one in spells if (one.target, one.connections) == (name, count))
+            table.append(
+                [
+                    name,
+                    count,
+                    f"{figures['requests_per_s']:.0f}",
+                    f"{1e3 * figures['cpu_s_per_request']:.2f}",
+                    *(f"{1e3 * figures[key]:.1f}" for key in _LATENCIES),
+                    errors,
+                ]
+            )
+        return table
+
+    columns = ("target", "connections", "requests/s", "CPU ms/request", *_LATENCY_TITLES, "errors")
+    print_table("As fast as it goes (measured)", columns, rows(found.peak))
+    print_table(f"At {found.half_requests_per_s:.0f} requests/s, half of ours (measured)", columns, rows(found.half))
+    if found.soak is not None:
+        soak = found.soak
+        print_text(
+            f"{soak.connections} connections for {soak.seconds:.0f} s (measured): {soak.requests} requests, {soak.errors} errors, "
+            f"memory {soak.settled_bytes / 2**20:.0f} -> {soak.end_bytes / 2**20:.0f} MiB"
+        )
+    aims = [
+        [
+            name,
+            f"{aim['measured']:.4g}",
+            f"{'>=' if 'at_least' in aim else '<='} {aim.get('at_least', aim.get('at_most')):.4g}",
+            "met" if aim["met"] else "missed",
+        ]
+        for name, aim in found.targets().items()
+    ]
+    print_table("Aims", ("aim", "measured", "wanted", ""), aims)
+
+
+_LATENCIES = ("first_event_p50_s", "first_event_p99_s", "whole_p50_s", "whole_p99_s")
+_LATENCY_TITLES = ("first p50 ms", "first p99 ms", "whole p50 ms", "whole p99 ms")

@@ -74,3 +74,15 @@ def library_progress(library: str, *, quiet: bool) -> Iterator[Callable[[BuildPr
     with Progress(*columns, console=Console(stderr=True), disable=quiet) as bar:
         task = bar.add_task(f"library {library}", total=None, rows=0)
         yield lambda progress: bar.update(task, total=progress.total, completed=progress.done, rows=progress.rows)
+
+
+@contextmanager
+def counted_progress(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr for work that says how many parts of how many are done; nothing where `quiet`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=quiet) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, total=total, completed=done)
