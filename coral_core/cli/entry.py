@@ -34,6 +34,7 @@ for group, text in {
     "placement": "Solve placement problems of your own (JSON in, JSON out).",
     "allocation": "Solve allocation problems of your own (JSON in, JSON out).",
     "artifacts": "List, show, fetch and tidy what lies in the object store.",
+    "profile": "Measured layer times, and the factors that estimates rest on.",
     "bench": "Measure what the work takes on this machine.",
     "evaluate": "Compare settings, policies and scenarios.",
     "gateway": "OpenAI's API in front of the fleet's instances, and its keys.",

@@ -1,0 +1,93 @@
+"""Profiles from tables that others made: per-layer times by batch as CSV, in Coral's own columns or in those of layer time tables."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+from coral_core.domain.workload import Phase
+from coral_core.errors import InputError
+from coral_core.perf.layer_times import COLUMNS as LAYER_TIME_COLUMNS
+from coral_core.perf.layer_times import read_layer_times
+from coral_core.perf.profile import ProfilePoint
+from coral_core.units import MS
+
+COLUMNS: Final = ("phase", "tp", "requests", "tokens", "layer_ms")
+OPTIONAL: Final = ("fixed_ms", "samples", "cv_frac")
+Number = TypeVar("Number", int, float)
+_PHASES: Final = {"prefill": Phase.PREFILL, "prompt": Phase.PREFILL, "decode": Phase.DECODE}
+
+
+def read_points(file: Path) -> list[ProfilePoint]:
+    """The rows of a CSV with COLUMNS, and any of OPTIONAL after them. InputError names file and line."""
+    reader, header = _opened(file)
+    if tuple(header[: len(COLUMNS)]) != COLUMNS or not set(header[len(COLUMNS) :]) <= set(OPTIONAL):
+        due = f"{','.join(COLUMNS)}, then any of {','.join(OPTIONAL)}; or {','.join(LAYER_TIME_COLUMNS)}"
+        raise InputError(f"columns are {','.join(header)}", where=f"{file.name}:1", fix=f"due: {due}")
+    points: list[ProfilePoint] = []
+    for line, cells in enumerate(reader, 2):
+        where = f"{file.name}:{line}"
+        if len(cells) != len(header):
+            raise InputError(f"{len(cells)} cells, {len(header)} are due", where=where)
+        row = dict(zip(header, cells, strict=True))
+        if row["phase"] not in _PHASES:
+            raise InputError(f"phase is {row['phase']!r}", where=where, fix="prefill or decode")
+        points.append(
+            ProfilePoint(
+                phase=_PHASES[row["phase"]],
+                tp=_read(int, row, "tp", where),
+                requests=_read(float, row, "requests", where),
+                tokens=_read(float, row, "tokens", where),
+                layer_s=_read(float, row, "layer_ms", where) * MS,
+                fixed_s=_read(float, row, "fixed_ms", where) * MS if row.get("fixed_ms") else 0.0,
+                samples=_read(int, row, "samples", where) if row.get("samples") else None,
+                cv_frac=_read(float, row, "cv_frac", where) if row.get("cv_frac") else None,
+            )
+        )
+    return points
+
+
+def is_layer_time_table(file: Path) -> bool:
+    """Whether a CSV has the columns of a layer time table: one time per model, node, phase and batch."""
+    return _opened(file)[1] == list(LAYER_TIME_COLUMNS)
+
+
+def points_of_layer_times(file: Path, *, model: str, node: str, tp: int, context_tokens: float) -> list[ProfilePoint]:
+    """The rows of one model and node of a layer time table.
+
+    Its prompts are of any lengths, so each counts as one prompt of all its tokens; its decode times are of the context
+    that the caller knows. InputError names file and line, DataGapError a node without rows.
+    """
+    times = read_layer_times(file, model)
+    points: list[ProfilePoint] = []
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        times.largest_batch(node, phase)  # raises for a node or phase without rows
+        batches, seconds = times.points[node, phase]
+        points += [
+            ProfilePoint(
+                phase=phase,
+                tp=tp,
+                requests=1.0 if phase is Phase.PREFILL else batch,
+                tokens=batch if phase is Phase.PREFILL else context_tokens,
+                layer_s=time_s,
+            )
+            for batch, time_s in zip(batches.tolist(), seconds.tolist(), strict=True)
+        ]
+    return points
+
+
+def _opened(file: Path) -> tuple[Sequence[list[str]], list[str]]:
+    try:
+        rows = list(csv.reader(file.read_text(encoding="utf-8").splitlines(), strict=True))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"cannot be read: {error}", where=file.name) from None
+    return rows[1:], rows[0] if rows else []
+
+
+def _read(kind: Callable[[str], Number], row: dict[str, str], column: str, where: str) -> Number:
+    try:
+        return kind(row[column])
+    except ValueError:
+        raise InputError(f"{column} is {row[column]!r}, must be a number", where=where) from None
