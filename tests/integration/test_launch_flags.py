@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 
-from coral_core.domain.launch import Device, ModelTerms
+from coral_core.domain.launch import Device, ModelTerms, Runtime
 from coral_core.domain.workload import Phase
 from coral_core.perf.search import Layout
-from tests.fakes.launch_cases import plan_of, terms
+from tests.fakes.launch_cases import places, plan_of, template, terms
 
 PARSE = """
 import importlib.metadata, json, sys
@@ -19,7 +19,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 parser = make_arg_parser(FlexibleArgumentParser())
-known = set(envs.environment_variables) | {"OMP_NUM_THREADS", "DO_NOT_TRACK", "HF_HUB_OFFLINE", "UCX_TLS"}
+known = set(envs.environment_variables) | {"OMP_NUM_THREADS", "DO_NOT_TRACK", "HF_HUB_OFFLINE", "UCX_TLS", "CORAL_KV_KEY_FILE"}
 read = []
 for argv, env in json.load(sys.stdin):
     read.append({
@@ -40,7 +40,17 @@ def test_vllm_reads_every_flag_and_knows_every_variable(engine_python, repositor
         plan_of(Phase.AGGREGATED, [(6, one), (2, one)], terms=terms(Device.CPU, cpu)),
         plan_of(Phase.AGGREGATED, [(8, one)], terms=terms(Device.CUDA, ModelTerms(path="m", quantization="fp8"))),
     ]
-    nodes = [node for plan in plans for node in plan.nodes]
+    both = {"runtimes": tuple(Runtime), "key_file": "/key"}
+    wide = {
+        "template": template(Phase.PREFILL, [(8, ["c0", "c1"])]),
+        "layouts": [[one, one]],
+        "places": places(["c0", "c1"]),
+    }
+    plans += [
+        plan_of(Phase.DECODE, [(5, one), (3, one)], terms=terms(Device.CPU, cpu, **both)),
+        plan_of(Phase.PREFILL, [(8, one)], terms=terms(**both), throughputs=[1.0, 2.0], **wide),
+    ]
+    nodes = [node for plan in plans for node in plan.nodes if "serve" in node.argv]
     asked = json.dumps([[list(node.argv[node.argv.index("serve") + 1 :]), dict(node.env)] for node in nodes])
     done = subprocess.run(
         [engine_python, "-c", PARSE],
@@ -49,7 +59,7 @@ def test_vllm_reads_every_flag_and_knows_every_variable(engine_python, repositor
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     read = json.loads(done.stdout.partition("READ")[2])
@@ -60,5 +70,10 @@ def test_vllm_reads_every_flag_and_knows_every_variable(engine_python, repositor
             if flag.startswith("--") and not value.startswith(("--", "{")):
                 assert values[flag.removeprefix("--").replace("-", "_")].strip("[]'") == value, flag
         assert values["headless"] == str(not node.serves)
-    assert [item["values"]["enforce_eager"] for item in read] == ["False"] * 3 + ["True"] * 3 + ["False"]
+    assert [item["values"]["enforce_eager"] for item in read] == ["False"] * 3 + ["True"] * 3 + ["False"] + [
+        "True"
+    ] * 2 + ["False"]
     assert "recompute" in read[2]["values"]["kv_transfer_config"]
+    assert "CoralKVConnector" in read[-1]["values"]["kv_transfer_config"]
+    assert "'throughput': 2.0" in read[-1]["values"]["additional_config"]
+    assert (read[-1]["values"]["async_scheduling"], read[-1]["values"]["enable_prefix_caching"]) == ("False", "False")
