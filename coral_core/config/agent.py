@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from coral_core.config.fields import NonNegative, Positive, Strict
 from coral_core.config.yaml_lines import read_yaml_model
 
-Endpoint = Annotated[str, Field(pattern=r"^tcp://[A-Za-z0-9.\-\[\]:]+:[0-9]{1,5}$", max_length=200)]
+Endpoint = Annotated[str, Field(pattern=r"^tcp://[A-Za-z0-9._\-\[\]:]+:[0-9]{1,5}$", max_length=200)]
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.:-]*$", max_length=128)]
 Port = Annotated[int, Field(ge=1, le=65535, strict=True)]
 Cpu = Annotated[int, Field(ge=0, le=4095, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,9 @@ def blocks(module: str) -> dict[str, list[dict[str, Any]]]:
         for kind, items in bare(hcl2.loads(path.read_text(encoding="utf-8"))).items():
             found.setdefault(kind, []).extend(items if isinstance(items, list) else [items])
     return found
+
+
+CORAL = [sys.executable, "-c", "from coral_core.cli.entry import main; main()"]
 
 
 def bare(value: Any) -> Any:
@@ -243,6 +247,35 @@ def test_machines_boot_from_sound_cloud_init_without_secrets(name):
         for path in re.findall(r"^EnvironmentFile=(\S+)", unit, re.MULTILINE):
             assert path in files
     assert not re.search(r"(?i)(password|secret|token)\s*[:=]\s*[\"']?[A-Za-z0-9/+]{12,}", text)
+
+
+def test_nodes_and_control_machine_start_what_there_is(tmp_path):
+    from coral_core.config.agent import load_agent_file
+
+    for name, commands in (("node", {"agent run"}), ("control", {"flows serve", "gateway run", "coordinator run"})):
+        files = {
+            f["path"]: f["content"]
+            for f in yaml.safe_load(filled(INFRA / "cloud-init" / f"{name}.yaml"))["write_files"]
+        }
+        starts = re.findall(
+            r"^ExecStart=/opt/coral/bin/coral (\w+ \w+)(?: --config (\S+))?$", "\n".join(files.values()), re.MULTILINE
+        )
+        assert {command for command, _ in starts} == commands
+        for command, _ in starts:
+            assert (
+                subprocess.run([*CORAL, *command.split(), "--help"], capture_output=True, check=False).returncode == 0
+            )
+    agent = filled(INFRA / "cloud-init" / "node.yaml")
+    files = {item["path"]: item["content"] for item in yaml.safe_load(agent)["write_files"]}
+    (tmp_path / "agent.yaml").write_text(files["/etc/coral/agent.yaml"], encoding="utf-8")
+    spec = load_agent_file(tmp_path / "agent.yaml")
+    assert str(spec.keys_file) in files["/usr/local/sbin/coral-keys"]
+    assert spec.coordinator.endswith(":5600")
+    assert "agent_port   = 5600" in source("control")
+    unit = files["/etc/systemd/system/coral-agent.service"]
+    stop_s = float(re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[1])
+    assert spec.drain_s + spec.stop_grace_s < stop_s
+    assert "ExecStart=/opt/coral/bin/coral agent run --config /etc/coral/agent.yaml" in unit
 
 
 def test_the_ray_cluster_file_is_sound():
