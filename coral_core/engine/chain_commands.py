@@ -274,7 +274,8 @@ def compact(value: object) -> str:
 
 
 def _dtype(shape: ModelShape, variant: str) -> str:
-    return "float16" if model_math.variant_of(shape, variant).compute_dtype == "fp16" else "bfloat16"
+    compute_dtype = model_math.variant_of(shape, variant).compute_dtype
+    return {"fp16": "float16", "fp32": "float32"}.get(compute_dtype, "bfloat16")
 
 
 def _kv_dtype(shape: ModelShape, variant: str) -> str | None:
