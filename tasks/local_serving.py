@@ -117,10 +117,11 @@ def write_serving(
     port: int = 0,
     gateway_limits: Mapping[str, object] | None = None,
     patience: Mapping[str, object] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> LocalServing:
     """Keys, token and the files of gateway, coordinator and engines in `folder`, which must hold none yet.
 
-    `port` 0 is any free one. Raises InputError for a model without a folder among `models`.
+    `port` 0 is any free one; `environment` goes beside and before what commands are told. Raises InputError for a model without a folder among `models`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     admin_port, coordinator_port, *more = free_ports(2 if port else 3)
@@ -162,6 +163,7 @@ def write_serving(
             "CORAL_ENGINE_PYTHON": str(interpreter),
             "CORAL_MAX_NODES": "16",
             "CORAL_MAX_USD_PER_H": "10",
+            **(environment or {}),
         },
     )
     _written(folder / "engine.yaml", _engine_document(resolved, models))
