@@ -31,7 +31,7 @@ ADAPTERS = {
     "ray": ["tasks/fanout.py"],
     "torch": ["coral_core/engine/plugin/*"],
     "vllm": ["coral_core/engine/plugin/*"],
-    "zmq": ["coral_core/serving/*", "coral_core/engine/plugin/*"],
+    "zmq": ["coral_core/serving/control/wire.py", "coral_core/engine/plugin/*"],
 }
 """Library -> the files that may import it, as patterns of paths from the root."""
 

@@ -155,7 +155,7 @@ def test_who_is_let_in_may_change_and_what_is_wrong_changes_nothing(tmp_path):
 def test_keys_are_made_shown_and_withdrawn(tmp_path, capsys):
     folder = str(tmp_path / "keys")
     assert run(["keys", "new", "agent", "fleet", folder]) == 2
-    assert "coral keys new makes them" in capsys.readouterr().err
+    assert "they are made by: coral keys new" in capsys.readouterr().err
     assert run(["keys", "new", "coordinator", folder, "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert run(["keys", "show", folder]) == 0
