@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import shutil
@@ -47,13 +48,11 @@ def serve_demo(
     from coral_core.config.settings import load_settings
 
     refuse_without("serving", "aiohttp", "msgspec", "prometheus_client", "uvicorn", "zmq")
-    try:
-        import prefect  # noqa: F401 - asked for before minutes are spent
-    except ModuleNotFoundError as error:
-        raise flows_extra_missing(error) from None
+    if importlib.util.find_spec("prefect") is None:
+        raise flows_extra_missing(ModuleNotFoundError("prefect", name="prefect"))
+    interpreter = load_settings().engine_interpreter()
     from tasks.local_serving import Programs, guarded, make_tiny_models, require_free, write_serving
 
-    interpreter = load_settings().engine_interpreter()
     folder = folder.absolute()
     _quiet_prefect(folder / "prefect")
     resolved = resolved_scenario(scenario)
