@@ -185,10 +185,14 @@ def _offer(item: Mapping[str, Any]) -> Offer:
 
 def _instance(job: Job, instance: Instance, prices: Mapping[Offer, float]) -> dict[str, Any]:
     now, patience = job.provider.clock.now(), ReconcilePolicy(zones={})
-    ready = instance.running and job.provider.engine.ready(instance) is Readiness.READY
+    seen = job.provider.engine.ready(instance) if instance.running else Readiness.NOT_READY
+    named = frozenset({instance.instance_id})
     condition, reason = judge(
         instance,
-        Signals(ready=frozenset({instance.instance_id} if ready else ())),
+        Signals(
+            ready=named if seen is Readiness.READY else frozenset(),
+            failed=named if seen is Readiness.FAILED else frozenset(),
+        ),
         now=now,
         start_timeout_s=patience.start_timeout_s,
         unready_grace_s=patience.unready_grace_s,

@@ -378,6 +378,16 @@ def test_status_shows_what_runs_against_what_is_wanted(acting):
     held.give_back()
 
 
+def test_status_shows_what_the_serving_side_has_given_up(acting):
+    acting.run(wanted(ONE, 2))
+    failed = acting.world.cloud.held()[0].order.tags.instance_id
+    acting.world.engine.condemned.add(failed)
+    found = status_document(acting.job())
+    [sick] = [row for row in found["instances"] if row["condition"] != "up"]
+    assert (sick["instance"], sick["condition"]) == (failed, "failed")
+    assert "given it up" in sick["reason"]
+
+
 def test_a_cost_with_an_unknown_price_is_unknown(acting):
     job, stored = acting.job(), acting.record(wanted(ONE, 1), supply=False)
     lease = acting.lease(job)
