@@ -145,9 +145,14 @@ def error_rows(compared: Iterable[Compared]) -> list[dict[str, Any]]:
         if item.engine in ERROR_ENGINES:
             groups[item.gpu, item.phase, item.metric].append(item.error_frac)
     return [
-        {"gpu": gpu, "phase": phase, "metric": metric, **quantiles(errors)}
+        {"gpu": gpu, "phase": phase, "metric": metric, **quantiles(errors), "p90_slower_frac": slower_frac(errors)}
         for (gpu, phase, metric), errors in sorted(groups.items())
     ]
+
+
+def slower_frac(errors: Sequence[float]) -> float:
+    """The 90th percentile of how much longer things took than predicted, 0 where nine of ten took less."""
+    return max(float(np.quantile(1 / (1 + np.array(errors)) - 1, 0.9)), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

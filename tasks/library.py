@@ -16,9 +16,8 @@ from artifacts.shards import ShardRecord, ShardStatus, failed_shard, find_shard
 from artifacts.store import Store
 from coral_core import __version__
 from coral_core.clock import Clock, SystemClock
-from coral_core.config.layer_times import load_layer_times
 from coral_core.config.resolve import ResolvedScenario
-from coral_core.config.scenario import LayerTimesSpec, LibraryMethod
+from coral_core.config.scenario import LibraryMethod
 from coral_core.domain.capacity import CapacityTable
 from coral_core.domain.hardware import NodeConfig
 from coral_core.domain.launch import Runtime
@@ -27,8 +26,10 @@ from coral_core.domain.workload import Lengths, Phase, Slo
 from coral_core.errors import InputError, StoreError
 from coral_core.perf import CapacityAssumptions, capacity_table
 from coral_core.perf.budgets import budget_table
-from coral_core.perf.layer_times import LayerTimes, capacity_table_from_times
+from coral_core.perf.layer_times import capacity_table_from_times
+from coral_core.perf.profile import Profile
 from tasks.executor import Executor, Outcome
+from tasks.measured import MeasuredTimes, measured_times, stored_profiles
 from tasks.runtime_shards import runtime_shards
 from tasks.solve_shard import ShardSpec, add_statistics, combinations, solve_shard
 
@@ -65,21 +66,14 @@ class ModelBuild:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredTimes:
-    """Layer times that capacities come from instead of the estimates; `nodes` maps configurations to the table's nodes."""
-
-    times: LayerTimes
-    nodes: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BuildSpec:
     """What a library is built from (DESIGN 3.5): models, node configurations, limits and the method.
 
     `lattice_parts` splits the combinations of one table over so many shards, for clusters with more CPUs than tables;
     each part builds the smaller combinations' tables anew, so 1 is best on one machine. Dominated templates (DESIGN 3.5)
     are dropped unless `keep_all`; integer programs keep all in any case. For each of `runtimes` the library also has the best
-    placements that it can run, where capacities are estimated: measured times are of one layout.
+    placements that it can run, where capacities are estimated: measured times are of one layout. `profiles` by (model,
+    variant) and configuration come before estimates.
     """
 
     library: str
@@ -94,6 +88,7 @@ class BuildSpec:
     keep_all: bool = False
     assumptions: CapacityAssumptions = field(default_factory=CapacityAssumptions)
     measured: MeasuredTimes | None = None
+    profiles: Mapping[tuple[str, str], Mapping[str, Profile]] = field(default_factory=dict)
     runtimes: tuple[Runtime, ...] = ()
 
     def __post_init__(self) -> None:
@@ -126,6 +121,7 @@ class BuildSpec:
             "lengths": model.lengths,
             "configs": self.configs,
             "assumptions": model.assumptions(self.assumptions),
+            **({"profiles": found} if (found := self.profiles.get((model.shape.name, model.variant))) else {}),
         }
 
 
@@ -157,16 +153,13 @@ def build_spec_from_scenario(
         method=method or scenario.library.method,
         ilp_time_limit_s=scenario.library.ilp_time_limit_s,
         keep_all=keep_all or scenario.library.keep_all,
-        assumptions=CapacityAssumptions(allow_estimates=scenario.capacity.allow_estimates),
-        measured=_measured(scenario.capacity.layer_times),
+        assumptions=CapacityAssumptions(
+            allow_estimates=scenario.capacity.allow_estimates, pessimistic=scenario.capacity.pessimistic
+        ),
+        measured=measured_times(scenario.capacity.layer_times),
+        profiles=stored_profiles(scenario.capacity.profiles, resolved),
         runtimes=scenario.runtimes or (),
     )
-
-
-def _measured(spec: LayerTimesSpec | None) -> MeasuredTimes | None:
-    if spec is None:
-        return None
-    return MeasuredTimes(times=load_layer_times(spec), nodes={name: node.node for name, node in spec.nodes.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -205,6 +205,8 @@ def why_not_simulated(resolved: ResolvedScenario) -> str:
     """The reason why a scenario's plans cannot be simulated; empty where they can."""
     if resolved.scenario.capacity.layer_times is not None:
         return "capacities are measured layer times by batch, which say nothing of the simulator's iterations"
+    if resolved.scenario.capacity.profiles is not None:
+        return "capacities come from measured profiles, while the simulator's times are estimates"
     return ""
 
 

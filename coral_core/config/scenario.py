@@ -150,6 +150,13 @@ class LayerTimesSpec(Strict):
     )
 
 
+class ProfilesSpec(Strict):
+    """Measured profiles in the object store, by the engine that ran."""
+
+    engine: Name = Field(description="engine, version, dtype and flags as `coral profile list` names them")
+    store: str | None = Field(default=None, description="URL of the store that holds them; default: CORAL_STORE")
+
+
 FracByPhase = dict[Phase, Annotated[float, Field(strict=True, gt=0, le=1)]]
 
 
@@ -169,6 +176,10 @@ class CapacitySpec(Strict):
     headroom_source: str | None = Field(default=None, description="where they come from; default: not calibrated")
     allow_estimates: bool = Field(default=True, description="use configurations without a measured profile")
     layer_times: LayerTimesSpec | None = Field(default=None, description="default: the analytic estimates")
+    profiles: ProfilesSpec | None = Field(default=None, description="measured profiles that come before estimates")
+    pessimistic: bool = Field(
+        default=False, description="plan with the slow end of the estimates' error bars, not with their middle"
+    )
 
     def slo_frac_of(self, model: str, phase: Phase) -> float:
         """Share of the latency bounds that the model's phase is planned against."""

@@ -33,6 +33,8 @@ class CapacityAssumptions:
     * `slo_frac`: share of the latency bounds that a step of mean lengths may take, per phase; the rest is for waiting and
       for requests longer than the mean. `max_utilization_frac`: factor on the resulting throughput, so that queues stay
       short. Both are 1.0 until calibrated; what counts as within the SLO is judged by the whole bounds.
+    * `pessimistic`: estimated times are stretched so that nine of ten comparisons took no longer (`perf.errors`);
+      measured profiles are taken as they are.
     * `allow_estimates`: whether estimates may be used at all; without, and without profiles, there is a data gap.
     """
 
@@ -50,6 +52,7 @@ class CapacityAssumptions:
     slo_frac: Mapping[Phase, float] = field(default_factory=_full_load)
     max_utilization_frac: Mapping[Phase, float] = field(default_factory=_full_load)
     allow_estimates: bool = True
+    pessimistic: bool = False
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -69,8 +72,11 @@ class CapacityAssumptions:
 
     def facts(self, phase: Phase) -> dict[str, object]:
         """What capacities of one phase depend on, for hashing."""
+        facts = asdict(self)
+        if not self.pessimistic:
+            del facts["pessimistic"]  # as before there was a choice
         return {
-            **asdict(self),
+            **facts,
             "slo_frac": self.slo_frac[phase],
             "max_utilization_frac": self.max_utilization_frac[phase],
         }

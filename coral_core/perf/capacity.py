@@ -33,7 +33,7 @@ from coral_core.domain.workload import Lengths, Phase, Slo
 from coral_core.errors import DataGapError, InputError
 from coral_core.perf import memory
 from coral_core.perf.assumptions import CapacityAssumptions
-from coral_core.perf.errors import capacity_error_fracs
+from coral_core.perf.errors import capacity_error_fracs, pessimistic_factor
 from coral_core.perf.factors import FULL_BITS, Factors, load_factors
 from coral_core.perf.measured import measured_source
 from coral_core.perf.profile import Profile
@@ -341,6 +341,8 @@ def _inputs_hash(question: Question, slo: Slo, configs: Sequence[NodeConfig], ma
     measured = {config.name: profile.content_hash for config in configs if (profile := question.profile_of(config))}
     if measured:
         facts["profiles"] = measured
+    if question.assumptions.pessimistic:
+        facts["stretched"] = {name: pessimistic_factor(name, question.phase) for name in sorted(gpus)}
     if question.limits != ANY_LAYOUT:
         facts["layouts"] = asdict(question.limits)
     if idle:

@@ -29,7 +29,10 @@ _WHOLE: Final = ("aggregated", "latency_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorBar:
-    """Quantiles of the relative error of one metric on one GPU over `n` comparisons."""
+    """Quantiles of the relative error of one metric on one GPU over `n` comparisons.
+
+    `p90_slower_frac`: by how much more than predicted nine of ten measurements took at most.
+    """
 
     gpu: str
     phase: str
@@ -37,6 +40,7 @@ class ErrorBar:
     n: int
     median_frac: float
     p90_frac: float
+    p90_slower_frac: float
 
 
 @cache
@@ -51,6 +55,7 @@ def load_errors() -> dict[tuple[str, str, str], ErrorBar]:
             n=int(row["n"]),
             median_frac=float(row["median_abs_error_frac"]),
             p90_frac=float(row["p90_abs_error_frac"]),
+            p90_slower_frac=float(row["p90_slower_frac"]),
         )
         for row in csv.DictReader(text.splitlines())
     }
@@ -63,6 +68,18 @@ def capacity_error(gpu: str, phase: Phase) -> ErrorBar | None:
         if (gpu, of, metric) in known:
             return known[gpu, of, metric]
     return None
+
+
+def pessimistic_factor(gpu: str, phase: Phase) -> float:
+    """By what times of a GPU's estimates are multiplied to hold in nine of ten comparisons; at least 1.
+
+    A GPU that nothing is known of takes the worst of the others.
+    """
+    bar = capacity_error(gpu, phase)
+    if bar is not None:
+        return 1 + bar.p90_slower_frac
+    known = {name for name, _, _ in load_errors()}
+    return 1 + max(found.p90_slower_frac for name in known if (found := capacity_error(name, phase)))
 
 
 def capacity_error_fracs(gpus: Iterable[str], phase: Phase) -> tuple[float | None, ...]:

@@ -31,6 +31,7 @@ from coral_core.domain.workload import Lengths, Phase
 from coral_core.errors import DataGapError
 from coral_core.perf import memory, network
 from coral_core.perf.assumptions import CapacityAssumptions
+from coral_core.perf.errors import pessimistic_factor
 from coral_core.perf.factors import Factors
 from coral_core.perf.measured import measured_fixed_s, measured_layer_s, profiled_tps
 from coral_core.perf.profile import Profile
@@ -175,6 +176,9 @@ def replica_steps(question: Question, config: NodeConfig, tp: int) -> ReplicaSte
     if (profile := question.profile_of(config)) is not None:
         layer_s = measured_layer_s(profile, question.phase, tp, step, question.lengths)
         fixed_s = measured_fixed_s(profile, question.phase, tp)
+    elif question.assumptions.pessimistic:
+        factor = pessimistic_factor(config.gpu.name, question.phase)
+        layer_s, fixed_s = factor * layer_s, factor * fixed_s
     return ReplicaSteps(step=step, time=time, layer_s=layer_s, fixed_s=fixed_s, activation_bytes=activation_bytes)
 
 

@@ -87,7 +87,7 @@ def test_a_prediction_says_what_it_rests_on() -> None:
 
 
 def test_errors_above_the_whole_have_no_upper_bound() -> None:
-    error = ErrorBar(gpu="x", phase="aggregated", metric="ttft_s", n=3, median_frac=0.5, p90_frac=1.5)
+    error = ErrorBar(gpu="x", phase="aggregated", metric="ttft_s", n=3, median_frac=0.5, p90_frac=1.5, p90_slower_frac=0.0)
     assert Bar(error=error, basis="").bounds(1.0) == (0.4, None)
 
 
