@@ -212,6 +212,15 @@ def test_an_agent_that_leaves_while_nobody_drains_ends_its_instance():
     assert not world.agents["i", 1].engine.alive
 
 
+def test_one_that_the_gateway_does_not_have_need_not_be_drained():
+    world = up(i=1)
+    world._gateway_does = lambda call: None  # it serves no such model
+    world.rows.clear()
+    world.agents["i", 0].leaving = True
+    world.advance(2)
+    assert stage(world) is Stage.ENDED
+
+
 @pytest.mark.parametrize("how", ["restarts", "says bye"])
 def test_an_agent_that_comes_back_without_its_engine_fails_its_instance(how):
     world = up(i=1)

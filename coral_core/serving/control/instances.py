@@ -295,8 +295,8 @@ class Instances:
         if one.stage is Stage.READY:
             effects.append(self._enter(one, Stage.LEAVING, "its agent was told to end", now_s))
         row = self._rows.get(one.instance_id)
-        known = row is not None and row.url == one.url
-        empty = known and row is not None and row.draining and row.in_flight == 0
+        unused = row is None or row.url != one.url or (row.draining and row.in_flight == 0)
+        empty = unused and now_s - self._rows_s <= self.terms.rows_s
         out_of_patience = any(
             seat.report.leaving and (not seat.report.alive or seat.lost(now_s, self.terms))
             for seat in one.seats.values()
