@@ -1,12 +1,16 @@
-"""Runs the stage runtime with real vLLM, in the engine's environment: `python stage_driver.py MODEL SCENARIO...`, a JSON line each.
+"""Runs the stage runtime with real vLLM, in the engine's environment: `python stage_driver.py MODEL FIRST_PORT SCENARIO...`, a JSON line each.
 
 vLLM is imported once; every scenario is a fork of that, its nodes are forks again, and all of them end with it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import inspect
 import json
 import os
+import queue
 import random
 import signal
 import sys
@@ -36,13 +40,61 @@ torch.set_num_threads(1)
 
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
+from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
+
+# What nodes would import, once for all of them.
+for _module in ("model_executor.models.qwen3", "v1.worker.cpu_model_runner", "v1.worker.cpu_worker", "v1.engine.core"):
+    importlib.import_module(f"vllm.{_module}")
 
 from coral_core.engine.plugin import stage_executor, stage_node  # noqa: E402
 from coral_core.engine.plugin.stage_rank import end_with_parent  # noqa: E402
+from coral_core.engine.plugin.stage_wire import Hub, Link, Wire, keys_for  # noqa: E402
 
 BLOCK_TOKENS = 32
 LAYER_BLOCK_BYTES = 2 * 2 * 32 * BLOCK_TOKENS * 4
 REQUESTS = 32
+INTERNALS = (
+    "vllm.v1.engine.core:EngineCore.__init__",
+    "vllm.v1.engine.core:EngineCore._initialize_kv_caches",
+    "vllm.v1.engine.core:EngineCore.step",
+    "vllm.v1.engine.core:EngineCore.step_with_batch_queue",
+    "vllm.v1.executor.abstract:Executor",
+    "vllm.config.vllm:VllmConfig.max_concurrent_batches",
+    "vllm.v1.core.sched.output:SchedulerOutput",
+    "vllm.v1.core.sched.output:NewRequestData",
+    "vllm.v1.core.sched.output:CachedRequestData",
+    "vllm.v1.core.sched.scheduler:Scheduler.__init__",
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule",
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request",
+    "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule",
+    "vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data",
+    "vllm.v1.core.sched.scheduler:Scheduler.finish_requests",
+    "vllm.v1.core.sched.scheduler:Scheduler._free_request",
+    "vllm.v1.core.sched.scheduler:Scheduler._request_blocks_can_be_freed",
+    "vllm.v1.core.sched.scheduler:Scheduler._free_request_blocks",
+    "vllm.v1.core.sched.scheduler:Scheduler._update_from_kv_xfer_finished",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.free",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.pop_blocks_for_free",
+    "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks",
+    "vllm.v1.core.block_pool:BlockPool.free_blocks",
+    "vllm.v1.core.kv_cache_utils:get_kv_cache_configs",
+    "vllm.v1.outputs:ModelRunnerOutput",
+    "vllm.v1.worker.worker_base:WorkerWrapperBase",
+    "vllm.v1.worker.gpu_worker:init_worker_distributed_environment",
+    "vllm.v1.worker.gpu_worker:Worker.execute_model",
+    "vllm.v1.worker.cpu_worker:CPUWorker.init_device",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._preprocess",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sync_and_gather_intermediate_tensors",
+    "vllm.distributed.parallel_state:GroupCoordinator.is_first_rank",
+    "vllm.distributed.parallel_state:GroupCoordinator.is_last_rank",
+    "vllm.distributed.parallel_state:ensure_model_parallel_initialized",
+    "vllm.distributed.utils:get_pp_indices",
+)
 
 Stages = list[tuple[int, dict[str, float]]]
 LAYOUTS: dict[str, Stages] = {
@@ -75,9 +127,8 @@ class Engine:
                 "listen": f"127.0.0.1:{port}",
                 **options.pop("layout", {}),
             }
-            for _, own in stages:
-                for name in own:
-                    self.pids[name] = fork_node(name, str(layout["listen"]), layout.get("key_file"))
+            for name in () if options.pop("no_nodes", False) else [name for _, own in stages for name in own]:
+                self.pids[name] = fork_node(name, str(layout["listen"]), layout.get("key_file"))
             others = {
                 "distributed_executor_backend": stage_executor.StageExecutor,
                 "additional_config": {"coral_stages": layout},
@@ -94,12 +145,13 @@ class Engine:
             "max_num_seqs": 64,
             "max_num_batched_tokens": 64,
         }
-        self.llm = LLM(model=model, **{**settings, **options}, **others)
+        self.llm = LLM(model=model, **{**settings, **others, **options})
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, tuple[str | None, Any]] = {}
         self.offers: dict[str, dict[str, Any]] = {}
+        self.prompt_logprobs: dict[str, list[Any]] = {}
 
     def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -111,6 +163,10 @@ class Engine:
             for output in self.engine.step():
                 self.tokens[output.request_id] = list(output.outputs[0].token_ids)
                 if output.finished:
+                    self.prompt_logprobs[output.request_id] = [
+                        None if at is None else {token: round(one.logprob, 3) for token, one in at.items()}
+                        for at in output.prompt_logprobs or ()
+                    ]
                     self.offers[output.request_id] = output.kv_transfer_params or {}
                     self.ends[output.request_id] = (output.outputs[0].finish_reason, output.outputs[0].stop_reason)
             number += 1
@@ -166,6 +222,21 @@ def params_of(number: int) -> SamplingParams:
     return params
 
 
+def special(number: int) -> SamplingParams:
+    """What else goes along with a request."""
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    if number % 2:
+        params.prompt_logprobs = 1
+    else:
+        params.structured_outputs = StructuredOutputsParams(regex="[0-9]{3}-[a-f]{4}")
+    return params
+
+
+def add_special(engine: Engine) -> None:
+    for number in range(8):
+        engine.add(f"s{number}", prompt_of(200 + number), special(number))
+
+
 def add_all(engine: Engine, count: int = REQUESTS) -> None:
     for number in range(count):
         engine.add(f"r{number}", prompt_of(number), params_of(number))
@@ -175,8 +246,9 @@ def plain(model: str, port: int) -> dict[str, Any]:
     """What a single engine says."""
     engine = Engine(model, port)
     add_all(engine, 2 * REQUESTS)
+    add_special(engine)
     engine.run()
-    return {"tokens": engine.tokens}
+    return {"tokens": engine.tokens, "prompt_logprobs": engine.prompt_logprobs}
 
 
 def layout(name: str) -> Callable[[str, int], dict[str, Any]]:
@@ -185,6 +257,8 @@ def layout(name: str) -> Callable[[str, int], dict[str, Any]]:
     def scenario(model: str, port: int) -> dict[str, Any]:
         engine = Engine(model, port, LAYOUTS[name], blocks_of_8_layers=17, layout={"silence_s": 15.0})
         add_all(engine)
+        if name == "1-2-1":
+            add_special(engine)
         aborted = ["r2", "r9", "r20", "r31"]
         for number in engine.steps():
             if number in {3, 12, 25, 40}:
@@ -193,6 +267,7 @@ def layout(name: str) -> Callable[[str, int], dict[str, Any]]:
         return {
             "tokens": engine.tokens,
             "aborted": [request for request in aborted if request not in engine.ends],
+            "prompt_logprobs": engine.prompt_logprobs,
             "preemptions": engine.metric("vllm:num_preemptions"),
             "left_behind": engine.left_behind(),
             "hops": engine.core.model_executor.hops(),
@@ -202,39 +277,55 @@ def layout(name: str) -> Callable[[str, int], dict[str, Any]]:
     return scenario
 
 
-def kills(model: str, port: int) -> dict[str, Any]:
-    """Nodes of a (2,3) layout are killed one after another under load, the last of its stage at the end."""
-    status = Path(os.environ["STAGE_DRIVER_FOLDER"]) / "status.json"
-    engine = Engine(model, port, LAYOUTS["2-3"], layout={"silence_s": 15.0, "status_file": str(status)})
+def kills(model: str, port: int, seed: int = 0) -> dict[str, Any]:
+    """Nodes of a (2,3) layout are killed one after another under load until a stage has none left."""
+    dice = random.Random(seed)
+    stages = LAYOUTS["2-3"]
+    status = Path(os.environ["STAGE_DRIVER_FOLDER"]) / f"status-{port}.json"
+    engine = Engine(model, port, stages, blocks_of_8_layers=40, layout={"silence_s": 15.0, "status_file": str(status)})
+    pipeline = engine.core.model_executor._pipeline
+    left = [set(own) for _, own in stages]
     rounds: list[dict[str, Any]] = []
-    for turn, victim in enumerate(os.environ.get("STAGE_DRIVER_VICTIMS", "b d e a").split()):
+    while all(left):
+        victim = dice.choice(sorted(set().union(*left)))
+        # The instance is to live on as long as it can: a stage's last node dies when nothing else is left.
+        while any(own == {victim} for own in left) and any(len(own) > 1 for own in left):
+            victim = dice.choice(sorted(set().union(*left)))
+        left = [own - {victim} for own in left]
+        at = dice.randrange(1, 40)
         engine.tokens, engine.ends = {}, {}
         add_all(engine)
-        killed_at = 0.0
-        error = None
-        bound: set[str] = set()
-        began = False
+        killed_at, error, bound, failed_s = 0.0, None, set(), 0.0
         try:
             for number in engine.steps():
-                if number >= 6 + 3 * turn and not began:
-                    began = True
-                    pipeline = engine.core.model_executor._pipeline
+                if number >= at and not killed_at:
                     bound = {
                         r for r, path in pipeline.bindings.paths.items() if victim in path and r in pipeline._known
                     }
+                    bound -= {r for r in bound if r.rsplit("-", 1)[0] in engine.ends}
                     os.kill(engine.pids[victim], signal.SIGKILL)
                     killed_at = time.monotonic()
+                if killed_at and not failed_s and any(end == "error" for end, _ in engine.ends.values()):
+                    failed_s = time.monotonic() - killed_at
+            if not killed_at:
+                os.kill(engine.pids[victim], signal.SIGKILL)
+                killed_at = time.monotonic()
+                engine.add("late", prompt_of(99), params_of(99))
+                engine.run()
             engine.settle()
         except Exception as failure:  # noqa: BLE001 - what it says is the result
             error = f"{type(failure).__name__}: {failure}"
+            failed_s = time.monotonic() - killed_at
+        time.sleep(1.0)  # the hub writes the status when it notices
         rounds.append(
             {
                 "victim": victim,
+                "at": at,
                 "tokens": engine.tokens,
                 "ends": engine.ends,
                 "bound": sorted(request.rsplit("-", 1)[0] for request in bound),
                 "error": error,
-                "ended_s": time.monotonic() - killed_at,
+                "failed_s": failed_s,
                 "left_behind": engine.left_behind() if error is None else {},
                 "status": json.loads(status.read_text()),
             }
@@ -308,8 +399,7 @@ def pace(model: str, port: int) -> dict[str, Any]:
         params = SamplingParams(temperature=0.0, max_tokens=each, ignore_eos=True)
         engine.add(f"r{number}", prompt_of(number)[:8], params)
     samples = [(time.monotonic(), 0)]
-    for _ in engine.steps():
-        samples.append((time.monotonic(), sum(map(len, engine.tokens.values()))))
+    samples += ((time.monotonic(), sum(map(len, engine.tokens.values()))) for _ in engine.steps())
     engine.settle()
     whole = requests * each
     steady = [sample for sample in samples if 0.2 * whole <= sample[1] <= 0.8 * whole]
@@ -329,17 +419,101 @@ def best_chain_ms(layer_ms: list[float], layers: int) -> float:
     return next(time_ms for time_ms in times if sum(int(time_ms // cost) for cost in layer_ms) >= layers)
 
 
-SCENARIOS: dict[str, Callable[[str, int], dict[str, Any]]] = {
+def two_gpus(model: str, port: int) -> dict[str, Any]:
+    """A stage of a node with tensor parallelism over two ranks beside one with a single rank."""
+    engine = Engine(model, port, LAYOUTS["2-1"], nodes={"b": {"tp": 2}}, layout={"silence_s": 30.0})
+    add_all(engine)
+    engine.run()
+    return {"tokens": engine.tokens, "aborted": [], "preemptions": 0, "left_behind": engine.left_behind()}
+
+
+def refusals(model: str, port: int) -> dict[str, Any]:
+    """What the executor says to options that it would not serve rightly."""
+    draft = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    kv = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    one = {"layers": 4, "nodes": [{"name": "a", "local": True}]}
+    said: dict[str, str] = {}
+    cases: dict[str, dict[str, Any]] = {
+        "tensor parallel": {"tensor_parallel_size": 2},
+        "speculative": {"speculative_config": draft},
+        "lora": {"enable_lora": True},
+        "connector": {"kv_transfer_config": kv},
+        "layers": {"additional_config": {"coral_stages": {"stages": [one]}}},
+        "no layout": {"additional_config": {}},
+        "network": {
+            "additional_config": {
+                "coral_stages": {"stages": [one, {**one, "nodes": [{"name": "b"}]}], "listen": "192.0.2.1:80"}
+            }
+        },
+    }
+    for name, options in cases.items():
+        try:
+            Engine(model, port, LAYOUTS["1x2"], no_nodes=True, **options)
+            said[name] = ""
+        except Exception as error:  # noqa: BLE001 - what it says is the result
+            said[name] = str(error)
+    return {"said": said}
+
+
+def stranger(model: str, port: int) -> dict[str, Any]:
+    """A hub with the fleet's key hears members, and nobody with another key or none."""
+    folder = Path(os.environ["STAGE_DRIVER_FOLDER"])
+    heard: dict[str, bool] = {}
+    own = folder / "own.key"
+    own.write_text("0" * 64)
+    other = folder / "other.key"
+    other.write_text("1" * 64)
+    hub = Hub(
+        host="127.0.0.1",
+        port=port,
+        keys=keys_for("127.0.0.1", str(own)),
+        nodes=["none", "other", "own"],
+        silence_s=60.0,
+        on_lost=lambda *_: None,
+    )
+    for name, key_file in {"none": None, "other": str(other), "own": str(own)}.items():
+        link = Link(wire=Wire(keys_for("127.0.0.1", key_file)), address=f"tcp://127.0.0.1:{port}", name=name)
+        link.send("hello", {})
+        try:
+            heard[name] = hub.events.get(timeout=3.0)[0] == name
+        except queue.Empty:
+            heard[name] = False
+    return {"heard": heard}
+
+
+def internals(model: str, port: int) -> dict[str, Any]:
+    """Digests of the parts of vLLM that the runtime is built on."""
+    return {
+        "vllm": importlib.import_module("vllm.version").__version__,
+        "digests": {name: digest(name) for name in INTERNALS},
+    }
+
+
+def digest(name: str) -> str:
+    module, _, path = name.partition(":")
+    thing: Any = importlib.import_module(module)
+    for part in path.split("."):
+        thing = inspect.getattr_static(thing, part)
+    thing = inspect.unwrap(getattr(thing, "fget", None) or thing)
+    return hashlib.sha256(inspect.getsource(thing).encode()).hexdigest()[:12]
+
+
+SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     "plain": plain,
     **{name: layout(name) for name in LAYOUTS},
     "kills": kills,
     "pace": pace,
     "prefill-decode": prefill_decode,
+    "two-gpus": two_gpus,
+    "refusals": refusals,
+    "stranger": stranger,
+    "internals": internals,
 }
 
 
 def main() -> None:
-    model, *names = sys.argv[1:]
+    model, port, *names = sys.argv[1:]
+    base = int(port)
     results = os.fdopen(os.dup(1), "w")  # vLLM logs to the standard output
     os.dup2(2, 1)
     for number, name in enumerate(names):
@@ -350,7 +524,9 @@ def main() -> None:
         end_with_parent()
         began = time.monotonic()
         try:
-            result = SCENARIOS[name](model, 29710 + number)
+            signal.alarm(240)
+            which, _, seed = name.partition(":")
+            result = SCENARIOS[which](model, base + number, *([int(seed)] if seed else []))
         except BaseException:  # noqa: BLE001 - the parent goes on with the next scenario
             result = {"failed": traceback.format_exc()}
         wall_s, cores = time.monotonic() - began, os.times()

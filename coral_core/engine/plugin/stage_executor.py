@@ -51,10 +51,12 @@ class StageExecutor(Executor):
             host=host,
             port=int(port),
             keys=keys_for(host, layout.key_file),
+            nodes=self._names,
             silence_s=START_SILENCE_S,
             on_lost=self._note_lost,
         )
         self._pipeline = Pipeline(layout, self._hub, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+        self._pipeline.check = self._look_after_children
         self._children = [self._child(node.name) for node in layout.nodes if node.local]
         try:
             self._start_nodes()
@@ -91,6 +93,14 @@ class StageExecutor(Executor):
             ahead = {node.name: hellos[node.name]["address"] for node in stage_ahead.nodes}
             for node in layout.stages[number].nodes:
                 self._hub.send(node.name, "next", ahead)
+
+    def _look_after_children(self) -> None:
+        """Raise StageLostError for a child that ended before it came."""
+        for child in self._children:
+            if (code := child.poll()) is not None:
+                raise StageLostError(
+                    f"a local node ended with code {code} before the engine was ready: see its log above"
+                )
 
     def _note_lost(self, node: str, reason: str) -> None:
         """Called by the hub's thread, so also while the engine idles."""
@@ -147,6 +157,7 @@ class StageExecutor(Executor):
         """The last thing before requests come."""
         self._pipeline.ask(self._names, "warm_up")
         self._hub.silence_s = self._layout.silence_s
+        self._pipeline.check = None
         self._status.write("ready")
 
     def execute_model(

@@ -71,7 +71,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     stages: tuple[Stage, ...]
     listen: str = "127.0.0.1:0"
-    silence_s: float = 6.0
+    silence_s: float = 10.0
     start_s: float = 600.0
     status_file: str | None = None
     key_file: str | None = None

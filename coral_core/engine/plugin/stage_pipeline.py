@@ -12,7 +12,7 @@ import os
 import queue
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, Final
@@ -30,6 +30,7 @@ from coral_core.engine.plugin.stage_wire import Hub, Message
 
 logger = logging.getLogger("vllm.coral.stage")
 _IDLE_WAIT_S: Final = 0.002
+_CHECK_S: Final = 0.5
 
 
 @dataclass
@@ -44,6 +45,8 @@ class Pipeline:
     """Belongs to the engine core's thread, the hub's thread excepted."""
 
     pools: BlockPools
+    check: Callable[[], None] | None = None
+    """While the engine starts: raises for what cannot become ready. A node lost later is told by `wait`."""
 
     def __init__(self, layout: Layout, hub: Hub, step_timeout_s: float) -> None:
         self.layout = layout
@@ -72,23 +75,29 @@ class Pipeline:
         return self.gather(names, str(message[0]), timeout_s)
 
     def gather(self, names: Sequence[str], what: str, timeout_s: float | None = None, word: str = "reply") -> list[Any]:
-        """The nodes' answers, in their order. StageLostError, TimeoutError."""
-        until = None if timeout_s is None else time.monotonic() + timeout_s
+        """The nodes' answers, in their order, without those of nodes lost meanwhile. StageLostError, TimeoutError."""
+        until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         answers: dict[str, Any] = {}
-        while len(answers) < len(names):
-            left = None if until is None else max(0.0, until - time.monotonic())
+        missing = set(names)
+        while missing:
+            if time.monotonic() > until:
+                raise TimeoutError(f"no answer to {what} from {', '.join(sorted(missing))} in {timeout_s:.0f} s")
+            if self.check is not None:
+                self.check()
             try:
-                node, event = self._hub.events.get(timeout=left)
+                node, event = self._hub.events.get(timeout=_CHECK_S)
             except queue.Empty:
-                missing = ", ".join(sorted(set(names) - answers.keys()))
-                raise TimeoutError(f"no answer to {what} from {missing} in {timeout_s:.0f} s") from None
-            if event[0] == word and node in names:
+                continue
+            if event[0] == word and node in missing:
                 answers[node] = event[1]
-            elif event[0] == "lost" and node in names:
+                missing.discard(node)
+                continue
+            if event[0] == "lost" and self.check is not None:
                 raise StageLostError(f"node {node} was lost before it answered {what}: {event[1]}")
-            else:
-                self._events.append((node, event))
-        return [answers[node] for node in names]
+            if event[0] == "lost":
+                missing.discard(node)
+            self._events.append((node, event))
+        return [answers[node] for node in names if node in answers]
 
     def dispatch(self, steps: list[tuple[Path, SchedulerOutput]], grammar: Mapping[str, npt.NDArray[np.int32]]) -> None:
         """Send every node its entries of these steps, and tell it which requests ended."""

@@ -100,14 +100,22 @@ class Wire:
 class Hub:
     """The engine's end. Reads in a thread of its own, so that a silent node is noticed while the engine idles.
 
-    `events` get (node, message) in the order each node sent them; a node lost gives (node, ("lost", reason)), once.
+    `nodes`: who is expected; nobody else is heard. `events` get (node, message) in the order each node sent them; a node lost gives (node, ("lost", reason)), once.
     """
 
     def __init__(
-        self, *, host: str, port: int, keys: FleetKeys | None, silence_s: float, on_lost: Callable[[str, str], None]
+        self,
+        *,
+        host: str,
+        port: int,
+        keys: FleetKeys | None,
+        nodes: Iterable[str],
+        silence_s: float,
+        on_lost: Callable[[str, str], None],
     ) -> None:
         self.events: queue.SimpleQueue[tuple[str, Message]] = queue.SimpleQueue()
         self.silence_s, self._on_lost = silence_s, on_lost
+        self._expected = frozenset(nodes)
         self._wire = Wire(keys)
         self._router, self.address = self._wire.bound(zmq.ROUTER, host, port)
         self._router.router_mandatory = True  # sending to a peer that is gone fails at once
@@ -164,13 +172,17 @@ class Hub:
 
     def _take(self, identity: bytes, payload: bytes) -> None:
         node = identity.removeprefix(_BEATS).decode()
-        if node in self._lost:
+        if node in self._lost or node not in self._expected:
             return
         self._heard[node] = time.monotonic()
         if identity.startswith(_BEATS):
             self._beating.add(node)
             return
-        message = pickle.loads(payload)  # noqa: S301 - from a member of the fleet
+        try:
+            message = pickle.loads(payload)  # noqa: S301 - from a member of the fleet
+        except Exception as error:  # noqa: BLE001 - bytes may fail to be a message in any way
+            self._lose(node, f"what it sent is no message: {type(error).__name__}: {error}")
+            return
         if message[0] == "failed":
             logger.error("stage node %s: %s", node, message[1])
             self._lose(node, message[1].strip().rsplit("\n", 1)[-1])
