@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
+import threading
 
 import msgspec
 import pytest
@@ -39,6 +43,7 @@ from coral_core.serving.control.messages import (
     last_lines,
     shortened,
 )
+from coral_core.serving.control.signals import on_signals
 from tests.fakes.control_world import hello
 
 KEY = "a" * 40
@@ -238,6 +243,26 @@ def test_the_coordinators_file(tmp_path):
         path.write_text(json.dumps({**COORDINATOR, **change}, indent=1), encoding="utf-8")
         with pytest.raises(InputError, match=complaint):
             load_coordinator_file(path)
+
+
+def test_a_second_signal_means_at_once():
+    async def go():
+        first, second = asyncio.Event(), asyncio.Event()
+        with on_signals(first, second):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(first.wait(), 5)
+            assert not second.is_set()
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.wait_for(second.wait(), 5)
+
+    async def elsewhere():
+        with on_signals(asyncio.Event()):
+            await asyncio.sleep(0)
+
+    asyncio.run(go())
+    thread = threading.Thread(target=lambda: asyncio.run(elsewhere()))
+    thread.start()
+    thread.join()
 
 
 def test_no_temporary_file_is_left(tmp_path):

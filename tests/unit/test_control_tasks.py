@@ -283,6 +283,32 @@ def test_status_shows_what_was_written_down(files, capsys):
     assert "no agent has registered" in capsys.readouterr().out
 
 
+def test_what_coordinator_and_agent_say_when_they_have_started_and_ended(files, capsys, monkeypatch):
+    async def coordinated(plan, _clock, *, stop, say, started):
+        assert (plan.terms.lost_s, plan.terms.unheard_grace_s, stop.is_set()) == (8.0, 20.0, False)
+        started("tcp://127.0.0.1:5600")
+        say("ready", "one: ready", instance="one")
+
+    async def attended(said, runner, *, endpoint, keys_file, terms, clock, ending, say, started):
+        assert (said.tags.instance_id, endpoint, runner.owner) == ("a-1", "tcp://127.0.0.1:9", "n")
+        assert terms.heartbeat_s == 1.0
+        assert not ending.asked.is_set()
+        started()
+
+    monkeypatch.setattr("coral_core.serving.control.coordinator.coordinate", coordinated)
+    monkeypatch.setattr("coral_core.serving.control.agent.attend", attended)
+    capsys.readouterr()
+    for name, lines in (
+        ("coordinator", ["agents are met on tcp://127.0.0.1:5600", "one: ready", "stopped: what serves serves on"]),
+        ("agent", ["agent of node 0 of a-1 (n)", "stopped: the engine has ended"]),
+    ):
+        assert run([name, "run", "--config", str(files / f"{name}.yaml")]) == 0
+        assert capsys.readouterr().out.splitlines() == lines
+        assert run([name, "run", "--config", str(files / f"{name}.yaml"), "--json"]) == 0
+        events = [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
+        assert (events[0], events[-1]) == ("started", "stopped")
+
+
 @pytest.mark.servers
 def test_an_engine_as_an_agent_sees_it(tmp_path):
     from tasks.engine_runner import LOG_FILE, EngineRunner
