@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coral_core.config.engine import load_engine_file
-from coral_core.domain.launch import Device, ModelTerms
+from coral_core.domain.launch import Device, ModelTerms, Runtime
 from coral_core.errors import InputError
 
 
@@ -49,8 +49,18 @@ def test_terms_are_keyed_by_model_and_variant_and_relative_paths_by_the_file(tmp
         ),
         ("device: cuda\nmodels: {a: {b: {path: x, env: {lower: '1'}}}}\n", "env"),
         ("device: cuda\n", "models"),
+        ("device: cuda\nruntimes: [coral]\nmodels: {a: {b: {path: x}}}\n", "runtime coral needs key_file"),
+        ("device: cuda\nruntimes: [other]\nmodels: {a: {b: {path: x}}}\n", "yaml:2"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, text, match):
     with pytest.raises(InputError, match=match):
         load_engine_file(write(tmp_path, text))
+
+
+def test_runtimes_are_stock_vllm_unless_the_nodes_have_ours(tmp_path):
+    models = "models: {a: {b: {path: x}}}\n"
+    stock = load_engine_file(write(tmp_path, f"device: cuda\n{models}"))
+    ours = load_engine_file(write(tmp_path, f"device: cuda\nruntimes: [vllm, coral]\nkey_file: ./fleet.key\n{models}"))
+    assert (stock.runtimes, stock.key_file) == ((Runtime.VLLM,), None)
+    assert (ours.runtimes, ours.key_file) == ((Runtime.VLLM, Runtime.CORAL), str(tmp_path / "fleet.key"))
