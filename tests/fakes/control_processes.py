@@ -22,7 +22,7 @@ from tests.fakes.gateway_case import MODEL, TOKEN
 
 ROOT = Path(__file__).resolve().parents[2]
 CORAL = [sys.executable, "-c", "from coral_core.cli.entry import main; main()"]
-LOST_S = 5.0
+LOST_S = 4.0
 
 
 def free_ports(count: int) -> list[int]:

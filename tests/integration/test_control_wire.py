@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -19,6 +19,7 @@ from coral_core.serving.control.agent import AgentTerms, Ending, attend
 from coral_core.serving.control.coordinator import CoordinatorPlan, coordinate
 from coral_core.serving.control.curve import AllowedKeys, KeyPair, read_private, write_allowed, write_private
 from coral_core.serving.control.held import AskPlan, ControlTerms
+from coral_core.serving.control.instances import Instances
 from coral_core.serving.control.messages import (
     PROTOCOL,
     Heartbeat,
@@ -126,6 +127,8 @@ async def begin(case: Control, port: int = 0) -> tuple[asyncio.Task, str]:
     engine_url = case.gateway.engines["a"].url
 
     def launch(question: AskPlan) -> LaunchPlan:
+        if question.template_id == "bug":
+            raise ZeroDivisionError
         nodes = tuple(
             NodeLaunch(node=place.node, argv=("serve",), env={}, ports=(), serves=place.node == "0")
             for place in question.places
@@ -308,7 +311,7 @@ def test_what_cannot_be_started_or_is_not_served_is_told(tmp_path):
     async def go():
         async with control(tmp_path) as case:
             broken = attended(case, hello("broken"), runner=Runner(refuses=True))
-            other = attended(case, hello("other", tags=hello("other").tags.__class__(**_tags(model="unknown"))))
+            other = attended(case, hello("other", tags=replace(hello("other").tags, model="unknown")))
             await until(lambda: case.stage("broken") == "failed")
             assert (
                 "failed",
@@ -324,6 +327,31 @@ def test_what_cannot_be_started_or_is_not_served_is_told(tmp_path):
     asyncio.run(go())
 
 
+def test_a_bug_takes_one_message_or_one_instance_and_not_the_coordinator(tmp_path, caplog, monkeypatch):
+    async def go():
+        async with control(tmp_path) as case:
+            heard = Instances.hello
+
+            def stumbles(self, connection, key_name, said, now_s):
+                if said.tags.instance_id == "bad":
+                    raise ZeroDivisionError
+                return heard(self, connection, key_name, said, now_s)
+
+            monkeypatch.setattr(Instances, "hello", stumbles)
+            bad = attended(case, hello("bad"))
+            odd = attended(case, hello("odd", tags=replace(hello("odd").tags, template_id="bug")))
+            good = attended(case, hello("good"))
+            await until(lambda: case.stage("good") == "ready")
+            await until(lambda: case.stage("odd") == "failed")
+            await until(lambda: read_state(tmp_path / "coordinator")["bugs"] > 0)
+            assert "bad" not in {row["instance"] for row in read_state(tmp_path / "coordinator")["instances"]}
+            for one in (bad, odd, good):
+                await one.end()
+
+    asyncio.run(go())
+    assert "because of a bug" in caplog.text
+
+
 @pytest.mark.servers
 def test_a_gateway_that_is_away_is_told_once_and_is_not_needed(tmp_path):
     async def go():
@@ -333,8 +361,6 @@ def test_a_gateway_that_is_away_is_told_once_and_is_not_needed(tmp_path):
             with socket.create_server(("127.0.0.1", 0)) as nobody:
                 port = nobody.getsockname()[1]
             away = Control(tmp_path, "", case.gateway, [], asyncio.Event(), None)
-            from dataclasses import replace
-
             away.gateway = replace(case.gateway, admin_url=f"http://127.0.0.1:{port}")
             away.task, away.endpoint = await begin(away)
             one = attended(away, hello())
@@ -386,13 +412,6 @@ def test_a_peer_that_reads_nothing_fills_no_memory(tmp_path):
         end.close()
 
     asyncio.run(go())
-
-
-def _tags(**changes) -> dict:
-    from tests.fakes.control_world import tags
-
-    found = tags("other")
-    return {name: getattr(found, name) for name in found.__slots__} | changes
 
 
 def test_models_of_the_fakes_agree():

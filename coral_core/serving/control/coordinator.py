@@ -44,7 +44,10 @@ _WRITE_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorPlan:
-    """All that a coordinator is made of. `launch` says what an instance's nodes shall run, or raises CoralError."""
+    """All that a coordinator is made of. `launch` says what an instance's nodes shall run, or raises CoralError.
+
+    `gateway_url` empty: nobody routes requests to its instances.
+    """
 
     host: str
     port: int
@@ -100,9 +103,8 @@ class _Coordinator:
 
     async def run(self, stop: asyncio.Event) -> None:
         ended = asyncio.create_task(stop.wait())
-        work = [
-            asyncio.create_task(step()) for step in (self._listen, self._tick, self._keep_gateway, self._keep_state)
-        ]
+        steps = [self._listen, self._tick, self._keep_state, *([self._keep_gateway] if self.plan.gateway_url else [])]
+        work = [asyncio.create_task(step()) for step in steps]
         try:
             await asyncio.wait([ended, *work], return_when=asyncio.FIRST_COMPLETED)
             for task in work:
@@ -117,8 +119,13 @@ class _Coordinator:
     async def _listen(self) -> None:
         while True:
             received = await self.end.receive(1.0)
-            if received is not None:
+            if received is None:
+                continue
+            try:
                 self._carry_out(self._heard(received))
+            except Exception:  # noqa: BLE001 - logged whole; what one agent says must not take the others' coordinator away
+                _log.exception("a message could not be dealt with because of a bug")
+                self.counts["bugs"] += 1
 
     def _heard(self, received: Received) -> list[Effect]:
         """What one message leads to; what is none is counted and dropped."""
@@ -175,6 +182,9 @@ class _Coordinator:
             found = await asyncio.to_thread(self.plan.launch, question)
         except CoralError as error:
             found = str(error)
+        except Exception as error:  # noqa: BLE001 - logged whole; the instance fails with it, the others do not
+            _log.exception("no launch plan for %s because of a bug", question.instance_id)
+            found = f"a bug: {error!r}"
         self._carry_out(self.instances.planned(question.instance_id, found, self.clock.monotonic_s()))
 
     # ------------------------------------------------------------------ the gateway
@@ -204,6 +214,8 @@ class _Coordinator:
 
     async def _call(self, call: GatewayCall, one: Held | None) -> None:
         """Make a call; what the gateway will not have is told once. Raises ServingError where it does not answer."""
+        if not self.plan.gateway_url:
+            return
         try:
             await self.gateway.call(call)
         except RejectedError as error:
@@ -236,7 +248,10 @@ class _Coordinator:
             counts={
                 "refused_keys": self.end.refused_keys,
                 "dropped_messages": self.end.dropped,
-                **{name: self.counts[name] for name in ("withdrawn_keys", "garbage", "other_versions", "refused")},
+                **{
+                    name: self.counts[name]
+                    for name in ("withdrawn_keys", "garbage", "other_versions", "refused", "bugs")
+                },
                 "agents_file_trouble": self.plan.allowed.trouble,
                 "gateway_trouble": self.gateway_trouble,
             },

@@ -55,7 +55,9 @@ def read_private(path: Path) -> KeyPair:
         mode = path.stat().st_mode
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the keys: {error}", where=str(path), fix="they are made by: coral keys new") from None
+        raise InputError(
+            f"cannot read the keys: {error}", where=str(path), fix="they are made by: coral keys new"
+        ) from None
     if mode & _OTHERS:
         raise InputError("others may read this private file", where=str(path), fix=f"chmod 600 {path}")
     try:
@@ -63,7 +65,9 @@ def read_private(path: Path) -> KeyPair:
     except InputError as error:
         raise error.at(str(path)) from None
     except (ValueError, TypeError) as error:
-        raise InputError(f"is no file of keys: {error}", where=str(path), fix="they are made by: coral keys new") from None
+        raise InputError(
+            f"is no file of keys: {error}", where=str(path), fix="they are made by: coral keys new"
+        ) from None
 
 
 def read_allowed(path: Path) -> dict[str, str]:
