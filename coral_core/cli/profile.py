@@ -62,7 +62,12 @@ def import_profile(
     version: Annotated[str, Parameter(help="Its version.")],
     source: Annotated[str, Parameter(help="Where the times come from.")],
     dtype: Annotated[str | None, Parameter(help="Variant of the model; default: its own.")] = None,
-    flag: Annotated[tuple[str, ...], Parameter(help="An engine flag it ran with; may be given several times.")] = (),
+    flag: Annotated[
+        tuple[str, ...],
+        Parameter(
+            help="An engine flag it ran with; may be given several times.", allow_leading_hyphen=True, negative=""
+        ),
+    ] = (),
     catalog: _CATALOG = "aws-real",
     rows_of: Annotated[str | None, Parameter(help="Layer time tables: the model's name in the file.")] = None,
     node: Annotated[str | None, Parameter(help="Layer time tables: the node's name in the file.")] = None,

@@ -2,8 +2,9 @@
 
 A point: phase, TP, requests per step (prompts for prefill), tokens (prompt length, or context for decode), seconds of one
 layer and of the step's fixed part. Times are straight lines in requests at each measured length, and in tokens between
-lengths, so they never fall in either; beyond the ends the first time holds below, and the last slope above. Every
-value says whether it is measured, interpolated or extrapolated.
+lengths, so they never fall in either. Below the ends the first time holds; above, the last slope in requests, and
+in tokens the largest growth between the last two lengths, for all steps. Every value says whether it is measured, interpolated
+or extrapolated.
 """
 
 from __future__ import annotations
@@ -147,8 +148,15 @@ class ProfileCurves:
         low, high = self._around(tokens)
         curves = self._at(requests)
         weight = 0.0 if low == high else (tokens - self.tokens[low]) / (self.tokens[high] - self.tokens[low])
-        seconds = curves[low] + max(weight, 0.0) * (curves[high] - curves[low])
+        seconds = curves[low] + min(max(weight, 0.0), 1.0) * (curves[high] - curves[low])
+        if weight > 1:
+            seconds *= 1 + (weight - 1) * self._growth(low, high)
         return Timed(seconds=seconds, sources=tuple(self._source(float(x), tokens, low, high) for x in requests))
+
+    def _growth(self, low: int, high: int) -> float:
+        """The largest share by which a time grew from one length to the next; one for all steps, so that none falls."""
+        curves = self._at(self.requests[high])
+        return float(np.max(1 - curves[low] / curves[high]))
 
     def _around(self, tokens: float) -> tuple[int, int]:
         """The measured lengths on either side; twice the same where it is one of them, or the only one."""
@@ -165,9 +173,10 @@ class ProfileCurves:
         """
         curves = [_lines(requests, x, y) for x, y in zip(self.requests, self.layer_s, strict=True)]
         for index in range(len(curves) - 2, -1, -1):
-            covered = max(float(x[-1]) for x in self.requests[index + 1 :])
-            beyond = (requests > self.requests[index][-1]) & (requests <= covered)
-            curves[index] = np.where(beyond, np.maximum(curves[index + 1], self.layer_s[index][-1]), curves[index])
+            last = self.requests[index][-1]
+            further = last < max(x[-1] for x in self.requests[index + 1 :])
+            own = self.layer_s[index][-1] if further else curves[index]
+            curves[index] = np.where(requests > last, np.maximum(own, curves[index + 1]), curves[index])
         return np.maximum.accumulate(np.array(curves), axis=0)
 
     def _source(self, requests: float, tokens: float, low: int, high: int) -> CapacitySource:

@@ -1,0 +1,327 @@
+"""Profiles: what is refused, what they do to capacities, the store, and the commands."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from artifacts.profiles import list_profiles, newest_profile, profiles_of, read_profile, write_profile
+from artifacts.store import open_store
+from coral_core.cli.entry import run
+from coral_core.domain.capacity import CapacityTable
+from coral_core.domain.templates import CapacitySource
+from coral_core.domain.workload import Phase, Slo
+from coral_core.errors import DataGapError, InputError, StoreError
+from coral_core.perf.assumptions import CapacityAssumptions
+from coral_core.perf.budgets import budget_table
+from coral_core.perf.capacity import capacity_table
+from coral_core.perf.explain import explain_capacity
+from coral_core.perf.measured import UNKNOWN_S, measured_layer_s, profiled_tps
+from coral_core.perf.profile import Profile, ProfilePoint
+from coral_core.perf.profile_check import checked_points, least_layer_s
+from coral_core.perf.roofline import step_of
+from tests.fakes.perf_cases import FREE, factors, gpu, lengths, model, node
+from tests.fakes.profile_cases import grid, profile
+
+SLO = Slo(ttft_s=4.0, tpot_s=0.2)
+ROOMY = node(count=2, nic=1e15, of=gpu(memory_bytes=10**12))
+TIME = datetime(2026, 11, 29, 12, tzinfo=UTC)
+
+
+def decode_s(requests: float, tokens: float) -> float:
+    return 1e-3 + 1e-5 * requests + 1e-8 * requests * tokens
+
+
+def prefill_s(requests: float, tokens: float) -> float:
+    return 1e-3 + 4e-6 * requests * tokens
+
+
+def both(config: str = "node", **changes: object) -> Profile:
+    points = grid(Phase.DECODE, (1, 8, 64), (100, 1000), decode_s, cv_frac=0.02)
+    points += grid(Phase.PREFILL, (1,), (100, 1000, 8000), prefill_s, fixed_s=0.002, cv_frac=0.04)
+    return replace(profile(points, config=config), **changes)  # type: ignore[arg-type]  # names are checked at run time
+
+
+def table(phase: Phase, given: CapacityAssumptions = FREE, profiles: dict[str, Profile] | None = None) -> CapacityTable:
+    return capacity_table(
+        shape=model(),
+        variant="bf16",
+        phase=phase,
+        slo=SLO,
+        lengths=lengths(500, 100),
+        configs=[ROOMY, node("other", count=2, nic=1e15, of=gpu(memory_bytes=10**12))],
+        max_stages=2,
+        assumptions=given,
+        factors=factors(),
+        profiles={"node": both()} if profiles is None else profiles,
+    )
+
+
+def test_measured_times_come_before_estimates() -> None:
+    found = table(Phase.DECODE)
+    assert found.sources == (CapacitySource.INTERPOLATED, CapacitySource.ESTIMATED)
+    assert found.error_frac[0] == pytest.approx(0.04)
+    assert found.error_frac[1] is None
+    # 64 requests a step, the largest measured, on each of two replicas; contexts of 550 lie between 100 and 1000.
+    expected = 2 * 64 / (6 * decode_s(64, 550))
+    assert found.throughput[0, 0, -1] == pytest.approx(expected)
+    assert (
+        found.layouts[found.layout[0, 0, -1]] == "tp1 pp1 dp2" or found.layouts[found.layout[0, 0, -1]] == "tp1 pp2 dp1"
+    )
+
+
+def test_prefill_takes_the_fixed_part_of_its_steps() -> None:
+    # One prompt alone was measured; sixteen together count as one of 8000 tokens: the best of all steps.
+    found = table(Phase.PREFILL).throughput[0, 0, -1]
+    best = max(2 * n * 500 / (6 * prefill_s(1, 500 * n) + 0.002) for n in range(1, 17))
+    assert found == pytest.approx(best)
+
+
+def test_aggregated_service_adds_both_phases() -> None:
+    found = table(Phase.AGGREGATED)
+    assert found.sources[0] is CapacitySource.INTERPOLATED
+    assert found.throughput[0, 0, -1] > 0
+    only_decode = profile(grid(Phase.DECODE, (1, 64), (100, 1000), decode_s))
+    assert table(Phase.AGGREGATED, profiles={"node": only_decode}).sources[0] is CapacitySource.ESTIMATED
+    step = step_of(Phase.AGGREGATED, np.array([1.0, 40.0, 65.0]), lengths(500, 100))
+    seconds = measured_layer_s(both(), Phase.AGGREGATED, 1, step, lengths(500, 100))
+    assert seconds[0] == pytest.approx(decode_s(1, 550) + 0.01 * prefill_s(1, 500))
+    assert seconds[1] == pytest.approx(decode_s(40, 550) + 0.4 * prefill_s(1, 500))
+    assert seconds[2] == UNKNOWN_S
+
+
+def test_without_estimates_every_configuration_needs_a_profile() -> None:
+    strict = replace(FREE, allow_estimates=False)
+    with pytest.raises(DataGapError, match="no measured profile of model toy on other"):
+        table(Phase.DECODE, strict)
+    found = table(Phase.DECODE, strict, {"node": both(), "other": both("other")})
+    assert found.sources == (CapacitySource.INTERPOLATED,) * 2
+
+
+def test_lengths_beyond_the_measured_are_extrapolated() -> None:
+    short = profile(grid(Phase.DECODE, (1, 64), (10, 20), decode_s))
+    assert table(Phase.DECODE, profiles={"node": short}).sources[0] is CapacitySource.EXTRAPOLATED
+
+
+def test_only_measured_sizes_of_tensor_parallelism_count() -> None:
+    wide = profile(grid(Phase.DECODE, (1, 64), (100, 1000), decode_s, tp=2))
+    assert profiled_tps(wide, Phase.DECODE) == (2,)
+    assert profiled_tps(wide, Phase.PREFILL) == ()
+    found = table(Phase.DECODE, profiles={"node": wide})
+    assert {found.layouts[code] for code in found.layout[:, 0].ravel() if code >= 0} == {"tp2 pp1 dp1"}
+    with pytest.raises(DataGapError, match=r"no decode times of toy on node at TP 1.*measured: decode at TP 2"):
+        wide.require(Phase.DECODE, 1)
+
+
+def test_another_profile_is_another_input() -> None:
+    hashes = {table(Phase.DECODE, profiles=profiles).inputs_hash for profiles in ({}, {"node": both()})}
+    slower = grid(Phase.DECODE, (1, 64), (100, 1000), lambda n, t: 2 * decode_s(n, t))
+    hashes.add(table(Phase.DECODE, profiles={"node": profile(slower)}).inputs_hash)
+    assert len(hashes) == 3
+
+
+def test_free_budgets_and_explanations_use_the_profile_too() -> None:
+    question = {
+        "shape": model(),
+        "variant": "bf16",
+        "phase": Phase.DECODE,
+        "slo": SLO,
+        "lengths": lengths(500, 100),
+        "assumptions": FREE,
+        "factors": factors(),
+        "profiles": {"node": both()},
+    }
+    free = budget_table(configs=[ROOMY], grid=2, **question)  # type: ignore[arg-type]  # the same keywords for both
+    assert free.throughput[0, 0] == pytest.approx(table(Phase.DECODE).throughput[1, 0])
+    told = explain_capacity(config=ROOMY, stages=1, layers=6, **question)  # type: ignore[arg-type]  # as above
+    assert told is not None
+    assert told.throughput == pytest.approx(table(Phase.DECODE).throughput[0, 0, -1])
+    assert sum(told.layer_parts_s.values()) == pytest.approx(decode_s(64, 550))
+
+
+def test_pessimistic_estimates_are_slower_and_profiles_as_they_are() -> None:
+    careful = replace(FREE, pessimistic=True)
+    middle, slow = table(Phase.DECODE), table(Phase.DECODE, careful)
+    assert slow.throughput[0, 0, -1] == middle.throughput[0, 0, -1]
+    assert 0 < slow.throughput[0, 1, -1] < middle.throughput[0, 1, -1]
+    assert slow.inputs_hash != middle.inputs_hash
+
+
+POINT = ProfilePoint(phase=Phase.DECODE, tp=1, requests=4.0, tokens=100.0, layer_s=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        ({"layer_s": math.nan}, "table: row 2: layer_s is nan, must be a number above 0"),
+        ({"layer_s": 0.0}, "table: row 2: layer_s is 0.0"),
+        ({"requests": -1.0}, "table: row 2: requests is -1.0"),
+        ({"tokens": math.inf}, "table: row 2: tokens is inf"),
+        ({"fixed_s": -1.0}, "table: row 2: fixed_s is -1.0"),
+        ({"cv_frac": math.nan}, "table: row 2: cv_frac is nan"),
+        ({"tp": 3}, "table: row 2: toy cannot run at TP 3 on 4 GPUs"),
+        ({"phase": Phase.AGGREGATED}, "table: row 2: phase aggregated has no times of its own"),
+        ({}, "table: rows 1 and 2: decode at TP 1, 4 requests of 100 tokens is there twice"),
+        ({"requests": 5.0, "layer_s": 1e-9}, "table: row 2: layer_s is 1e-09, but toy's peaks allow no less than"),
+        ({"requests": 5.0, "layer_s": 8e-4}, "table: rows 1 and 2: decode at TP 1 falls from 0.001 to 0.0008 s"),
+        ({"tokens": 500.0, "layer_s": 8e-4}, "table: rows 1 and 2: decode at TP 1 falls"),
+    ],
+)
+def test_times_that_cannot_be_true_are_refused(second: dict[str, object], text: str) -> None:
+    points = [POINT, replace(POINT, **second)]  # type: ignore[arg-type]  # names are checked at run time
+    with pytest.raises(InputError, match=text):
+        checked_points(points, model(), "bf16", gpu(bandwidth=1e12), 4, where="table")
+
+
+def test_a_small_drop_is_levelled_and_no_times_are_none() -> None:
+    points = [POINT, replace(POINT, requests=8.0, layer_s=0.97e-3)]
+    checked_points(points, model(), "bf16", gpu(bandwidth=1e12), 4, where="table")
+    curves = profile(points).require(Phase.DECODE, 1)
+    assert curves.layer_times(np.array([8.0]), 100).seconds.tolist() == [1e-3]
+    with pytest.raises(InputError, match="table: there are no times"):
+        checked_points([], model(), "bf16", gpu(), 4, where="table")
+
+
+def test_no_time_is_below_what_memory_and_compute_allow() -> None:
+    body = 2 * 1024 * 8 * 128 + 2 * 1024 * 4 * 128 + 3 * 1024 * 4096 + 2 * 1024 + 1024 / 6
+    slow_memory = gpu(bandwidth=1e11, flops=1e15)
+    assert least_layer_s(POINT, model(), "bf16", slow_memory) == pytest.approx(2 * body / 1e11)
+    prompt = replace(POINT, phase=Phase.PREFILL, requests=2.0, tokens=1e6)
+    assert least_layer_s(prompt, model(), "bf16", gpu(flops=1e13)) == pytest.approx(2 * body * 2e6 / 1e13)
+
+
+def test_the_store_keeps_what_was_measured(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+    kept = both(flags_of := "node")
+    flagged = replace(kept, key=replace(kept.key, flags=("--enforce-eager",)))
+    first = write_profile(store, kept, time=TIME)
+    later = write_profile(store, replace(kept, source="again"), time=TIME.replace(hour=13))
+    other = write_profile(store, flagged, time=TIME)
+    assert first.startswith("profiles/toy/node/vllm-0.32.0-bf16/")
+    assert other.split("/")[3].startswith("vllm-0.32.0-bf16-")
+    assert read_profile(store, first) == kept
+    assert list_profiles(store) == sorted([later, other])
+    newest = newest_profile(store, "toy", flags_of, "vllm-0.32.0-bf16")
+    assert newest is not None
+    assert newest.source == "again"
+    assert newest_profile(store, "toy", "elsewhere", "vllm-0.32.0-bf16") is None
+    assert [key for key, _ in profiles_of(store, "toy", "bf16")] == list_profiles(store)
+    assert list(profiles_of(store, "toy", "fp8")) == []
+    assert read_profile(store, other).content_hash != kept.content_hash
+
+
+def test_damaged_profiles_are_told_from_whole_ones(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+    key = write_profile(store, both(), time=TIME)
+    broken = key.replace("T12", "T13")
+    store.put(broken, store.get(key)[:-10])
+    with pytest.raises(StoreError, match="is no profile"):
+        read_profile(store, broken)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    foreign = pa.BufferOutputStream()
+    pq.write_table(pa.table({"x": [1]}), foreign)
+    store.put(broken, foreign.getvalue().to_pybytes())
+    with pytest.raises(StoreError, match="is no profile"):
+        read_profile(store, broken)
+
+
+CSV = """phase,tp,requests,tokens,layer_ms,fixed_ms,cv_frac
+prefill,1,1,500,25,1,0.01
+prefill,1,1,1000,45,1,0.01
+decode,1,1,1000,9,1,
+decode,1,16,1000,12,1,0.03
+"""
+
+
+def imported(file: Path, store: Path, *more: str) -> int:
+    asked = ["profile", "import", str(file), "--model", "meta-llama/Llama-3.3-70B-Instruct", "--config", "g6.xlarge"]
+    return run(
+        [*asked, "--engine", "vllm", "--version", "0.32.0", "--source", "test", "--store", f"file://{store}", *more]
+    )
+
+
+def test_import_show_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, store = tmp_path / "times.csv", tmp_path / "store"
+    file.write_text(CSV, encoding="utf-8")
+    assert imported(file, store, "--dry-run") == 0
+    assert "4 times of llama-3-70b on g6.xlarge: checked, not stored" in capsys.readouterr().out
+    assert imported(file, store, "--flag", "--enforce-eager", "--json") == 0
+    key = json.loads(capsys.readouterr().out)["key"]
+    url = ["--store", f"file://{store}"]
+    assert run(["profile", "list", *url, "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)
+    assert (row["key"], row["flags"], row["kind"]) == (key, ["--enforce-eager"], "measured")
+    assert run(["profile", "list", *url]) == 0
+    chart = tmp_path / "chart.svg"
+    assert run(["profile", "show", key, *url, "--chart", str(chart)]) == 0
+    assert "(measured)" in capsys.readouterr().out
+    assert chart.read_text(encoding="utf-8").startswith("<svg")
+    assert run(["profile", "show", key, *url, "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert [point["layer_s"] for point in points] == pytest.approx([0.025, 0.045, 0.009, 0.012])
+    assert run(["profile", "compare", key, *url, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {(row["phase"], row["n"]) for row in rows} == {("prefill", 2), ("decode", 2)}
+    assert run(["profile", "compare", key, key, *url, "--json"]) == 0
+    assert all(row["p90_abs_error_frac"] == 0 for row in json.loads(capsys.readouterr().out)["rows"])
+    assert run(["profile", "compare", key, *url]) == 0
+    assert "estimates (predicted) against" in capsys.readouterr().out
+    assert run(["profile", "show", "profiles/none", *url]) == 2
+    assert "unknown profile 'profiles/none'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (CSV.replace("phase,", "kind,"), "times.csv:1: columns are kind"),
+        (CSV.replace("decode,1,16", "decode,x,16"), "times.csv:5: tp is 'x', must be a number"),
+        (CSV.replace("decode,1,16", "both,1,16"), "times.csv:5: phase is 'both'"),
+        (CSV.replace(",0.03", ""), "times.csv:5: 6 cells, 7 are due"),
+        (CSV.replace("1000,12,", "1000,nan,"), "times.csv: row 4: layer_s is nan"),
+        (CSV.replace("1000,12,", "1000,0.01,"), "times.csv: row 4: layer_s is 1e-05, but L4's peaks allow no less"),
+        ("", "times.csv:1: columns are"),
+    ],
+)
+def test_bad_tables_are_refused_with_their_rows(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "times.csv"
+    file.write_text(text, encoding="utf-8")
+    assert imported(file, tmp_path / "store") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+def test_layer_time_tables_are_taken_with_what_they_do_not_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, store = tmp_path / "table.csv", tmp_path / "store"
+    rows = ["model,node,phase,x,time_ms_per_layer,x_meaning", "m,l4,prompt,500,25,tokens", "m,l4,decode,4,9,requests"]
+    file.write_text("\n".join(rows), encoding="utf-8")
+    assert imported(file, store) == 2
+    assert "say whose rows count: --rows-of, --node and --context" in capsys.readouterr().err
+    whose = ["--rows-of", "m", "--node", "l4", "--context", "800"]
+    assert imported(file, store, *whose, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["points"] == 2
+    assert imported(file, store, *whose[:3], "l9", *whose[4:]) == 4
+
+
+def test_fit_needs_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profile", "fit", "--data", str(tmp_path), "--out", str(tmp_path / "none")]) == 2
+    assert run(["profile", "fit", "--data", str(tmp_path)]) == 4
+    assert "there is no" in capsys.readouterr().err
+
+
+def test_fit_writes_the_tables(reference_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profile", "fit", "--data", str(reference_data), "--out", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {path.name for path in tmp_path.iterdir()} == set(document["tables"])
+    assert {row["what"] for row in document["factors"]} >= {"kernel_overhead_s", "H100 mxfp4 peak_frac"}
