@@ -1,7 +1,8 @@
-"""One vLLM engine without its HTTP server, driven by lines of JSON: what tests of the KV transfer put at either end.
+"""vLLM engines without their HTTP servers, driven by lines of JSON: what tests of the KV transfer put at either end.
 
-Run by the engine's interpreter: `python kv_engine.py ENGINE_ARGUMENTS_JSON`. Every line on stdin is a command, every answer a
-line on stdout; vLLM's own output goes to stderr. Between commands the engine steps, as a server's would.
+Run by the engine's interpreter: `python kv_engine.py ENGINES_JSON`. vLLM is imported once, and every engine is a fork of that.
+It reads commands from the pipe `reads` and answers on the pipe `writes`, a line each; what else it says goes to the file `log`.
+Between commands the engine steps, as a server's would.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ import select
 import signal
 import sys
 import time
+import traceback
 from typing import Any
 
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with the test that started it
-answers = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)
-
-from vllm import SamplingParams  # noqa: E402 - after stdout was put out of its reach
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+import vllm.v1.worker.cpu_worker  # noqa: F401 - what engines would import, once for all of them
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.llm_engine import LLMEngine
 
 Json = dict[str, Any]
 
@@ -30,8 +29,6 @@ class Driver:
     """The engine, and what its requests have given so far."""
 
     def __init__(self, arguments: Json) -> None:
-        for module in arguments.pop("before", ()):
-            __import__(module)
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.waiting: set[str] = set()
@@ -86,18 +83,56 @@ class Driver:
         return {"value": eval(code, globals(), {"driver": self})}
 
 
-def main() -> None:
-    driver = Driver(json.loads(sys.argv[1]))
+def end_with_parent() -> None:
+    """Have the kernel end this process with the one that started it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def serve(engine: Json) -> None:
+    """One engine, until its pipe is closed."""
+    os.environ.update(engine["environment"])
+    log = os.open(engine["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    commands, answers = os.fdopen(engine["reads"]), os.fdopen(engine["writes"], "w", buffering=1)
+    driver = Driver(engine["arguments"])
     answers.write(json.dumps({"ready": os.getpid()}) + "\n")
     while True:
-        if not select.select([sys.stdin], [], [], 0.0 if driver.scheduler.has_requests() else 0.05)[0]:
+        if not select.select([commands], [], [], 0.0 if driver.scheduler.has_requests() else 0.05)[0]:
             driver.step()
             continue
-        line = sys.stdin.readline()
+        line = commands.readline()
         if not line:
             return
         command = json.loads(line)
         answers.write(json.dumps(getattr(driver, command.pop("do"))(**command)) + "\n")
+
+
+def main() -> None:
+    """Fork the engines, and wait for the last of them."""
+    end_with_parent()
+    engines = json.loads(sys.argv[1])
+    for engine in engines:
+        if os.fork():
+            continue
+        end_with_parent()
+        os.setsid()
+        for other in engines:
+            if other is not engine:
+                os.close(other["reads"])
+                os.close(other["writes"])
+        try:
+            serve(engine)
+        except BaseException:  # noqa: BLE001 - it goes to the log, and the process ends
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+    for engine in engines:
+        os.close(engine["reads"])
+        os.close(engine["writes"])
+    for _ in engines:
+        os.wait()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from coral_core.engine.plugin.kv_plan import (
 
 SHAPE = Shape(layers=8, heads=2, content=64, dtype="torch.float32", element_bytes=4)
 PLACE = Place(address="tcp://127.0.0.1:1", layers=(2, 6), heads=(0, 2))
-OFFER = Offer(version=VERSION, lease="e/1", tokens=300, prompt="ab", shape=SHAPE, places=(PLACE,))
+OFFER = Offer(version=VERSION, lease="e/1", lease_s=30.0, tokens=300, prompt="ab", shape=SHAPE, places=(PLACE,))
 
 
 def test_the_defaults_are_terms():

@@ -88,6 +88,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     lease: str
+    lease_s: float
     tokens: int
     prompt: str
     shape: Shape

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -117,6 +117,7 @@ class BlockPuller:
         self._asked: dict[int, tuple[_Job, str, Chunk]] = {}
         self._asked_bytes = 0
         self.peak_bytes = 0
+        self.counts: Counter[str] = Counter()
         self._peers: dict[str, _Peer] = {}
         self._tickets = itertools.count()
         self._stopping = False
@@ -197,7 +198,7 @@ class BlockPuller:
             for chunk in chunks(source, pull.first, pull.last, self._shape, self._terms.chunk_bytes)
         )
         self._jobs[pull.request_id] = _Job(pull=pull, todo=todo, started_s=now_s, heard_s=now_s)
-        if pull.error:
+        if pull.error or not todo:
             self._end(pull.request_id, pull.error)
 
     def _end(self, request_id: str, error: str = "") -> None:
@@ -212,6 +213,7 @@ class BlockPuller:
             logger.warning("KV transfer of request %s failed: %s", request_id, error)
         took_s = self._clock() - job.started_s
         logger.debug("KV transfer of request %s: %d bytes in %.4f s", request_id, job.fetched_bytes, took_s)
+        self.counts.update({"failed" if error else "fetched": 1, "bytes": job.fetched_bytes})
         self._results.put(Pulled(request_id=request_id, error=error, bytes_fetched=job.fetched_bytes, took_s=took_s))
 
     def _ask(self) -> None:
@@ -260,7 +262,6 @@ class BlockPuller:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 200
         socket.maxmsgsize = MAX_CHUNK_BYTES + MAX_HEADER_BYTES
-        socket.heartbeat_ivl, socket.heartbeat_timeout = 5000, 10000
         socket.ipv6 = "[" in address
         self._keys.fetch(socket)
         monitor = socket.get_monitor_socket(_LOST)

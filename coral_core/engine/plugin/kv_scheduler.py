@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,8 +92,7 @@ class SchedulerSide(KVConnectorBase_V1):
         self._shape: Shape | None = None
         self.bound = lambda _: self._places
         self._step = StepMetadata()
-        self._wanted: dict[str, Offer] = {}
-        self._renewed_s = time.monotonic()
+        self._wanted: dict[str, tuple[Offer, float]] = {}
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[WorkerId, KVConnectorHandshakeMetadata]) -> None:
         """Learn of this engine's workers; PlanError where their caches are not alike."""
@@ -106,10 +106,8 @@ class SchedulerSide(KVConnectorBase_V1):
     def on_new_request(self, request: Request) -> None:
         """It may wait long for blocks of its own: until it has fetched, its lease is renewed."""
         if self._is_to_fetch(request):
-            try:
-                self._wanted[request.request_id] = offered(request.kv_transfer_params)
-            except PlanError:
-                return  # told when it is scheduled
+            with suppress(PlanError):  # told when it is scheduled
+                self._want(request.request_id, offered(request.kv_transfer_params))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """All of the prompt that is not here. A broken offer counts too: its fetch fails, and the policy says what then."""
@@ -136,10 +134,9 @@ class SchedulerSide(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:  # noqa: ARG002 - vLLM's
         """What the workers are to hear with this step."""
-        now_s = time.monotonic()
-        if self._wanted and now_s - self._renewed_s > self._terms.lease_s / 4:
-            self._renewed_s = now_s
-            for offer in self._wanted.values():
+        for request_id, (offer, due_s) in self._wanted.items():
+            if time.monotonic() > due_s:
+                self._want(request_id, offer)
                 self._step.tells += [(place.address, Renew(lease=offer.lease)) for place in offer.places]
         step, self._step = self._step, StepMetadata()
         return step
@@ -167,6 +164,7 @@ class SchedulerSide(KVConnectorBase_V1):
         offer = Offer(
             version=VERSION,
             lease=lease,
+            lease_s=self._terms.lease_s,
             tokens=tokens,
             prompt=digest_of(request),
             shape=self._shape,
@@ -179,6 +177,9 @@ class SchedulerSide(KVConnectorBase_V1):
             "remote_request_id": request.request_id,
             "coral": msgspec.to_builtins(offer),
         }
+
+    def _want(self, request_id: str, offer: Offer) -> None:
+        self._wanted[request_id] = (offer, time.monotonic() + offer.lease_s / 4)
 
     def _is_to_fetch(self, request: Request) -> bool:
         params = request.kv_transfer_params

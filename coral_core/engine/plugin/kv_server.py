@@ -72,7 +72,7 @@ class BlockServer:
         self._router.maxmsgsize = MAX_HEADER_BYTES
         self._router.linger = 0
         # A peer that stopped reading is cut off, and what waits for it freed.
-        self._router.heartbeat_ivl, self._router.heartbeat_timeout = _HEARTBEAT_MS, 2 * _HEARTBEAT_MS
+        self._router.heartbeat_ivl, self._router.heartbeat_timeout = _HEARTBEAT_MS, 6 * _HEARTBEAT_MS
         keys.serve(self._router)
         where = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
         if ":" in host:
