@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ from cyclopts import App, Parameter
 
 from coral_core.cli.options import AsJson, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_text
+from coral_core.cli.serve_extra import refuse_without
 from coral_core.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run(
     from coral_core.clock import SystemClock
     from coral_core.config.gateway import load_gateway_file
 
-    _refuse_without_serve_extra()
+    refuse_without("gateways", *_NEEDED)
     spec = load_gateway_file(config)
     plan = _plan(spec, store)
     if check:
@@ -98,7 +98,7 @@ def hash_key_command(
     as_json: AsJson = False,
 ) -> None:
     """The hash of a key, for the keys file. The key is read from standard input: as an argument others would see it."""
-    _refuse_without_serve_extra()
+    refuse_without("gateways", *_NEEDED)
     from coral_core.serving.keys import hash_key, new_key
 
     if new:
@@ -179,11 +179,3 @@ def _sink(store: str | None) -> DemandSink:
 
 def _url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _refuse_without_serve_extra() -> None:
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise InputError(
-            f"the gateway needs {', '.join(missing)}", fix="install the extra: pip install 'coral-serve[serve]'"
-        )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import threading
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -46,6 +48,7 @@ from coral_core.serving.control.messages import (
 from coral_core.serving.control.signals import on_signals
 from tests.fakes.control_world import hello
 
+ROOT = Path(__file__).resolve().parents[2]
 KEY = "a" * 40
 
 
@@ -243,6 +246,14 @@ def test_the_coordinators_file(tmp_path):
         path.write_text(json.dumps({**COORDINATOR, **change}, indent=1), encoding="utf-8")
         with pytest.raises(InputError, match=complaint):
             load_coordinator_file(path)
+
+
+def test_the_documented_files_are_right(tmp_path):
+    text = (ROOT / "docs" / "control-plane.md").read_text(encoding="utf-8")
+    for name, load in (("coordinator", load_coordinator_file), ("agent", load_agent_file)):
+        written = re.search(rf"<!-- {name} file -->\n```yaml\n(.*?)```", text, re.DOTALL)
+        (tmp_path / f"{name}.yaml").write_text(written[1], encoding="utf-8")
+        load(tmp_path / f"{name}.yaml")
 
 
 def test_a_second_signal_means_at_once():
