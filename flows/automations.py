@@ -15,10 +15,11 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import ObjectNotFound
 
 from coral_core.errors import InputError
-from flows.events import DEPLOYMENT, PLAN_WANTED, SHORTFALL, deployment_missing, fleet_resource
+from flows.events import DEPLOYMENT, PLAN_WANTED, PROFILED, SHORTFALL, deployment_missing, fleet_resource
 
 WEBHOOK_BLOCK: Final = "coral-notifications"
 TAG: Final = "coral"
+BUILD: Final = "build-library/build-library"
 
 
 def install_automations(*, fleet: str, notify: str) -> list[str]:
@@ -29,7 +30,7 @@ def install_automations(*, fleet: str, notify: str) -> list[str]:
     """
     with get_client(sync_client=True) as client:
         told = _notification_block(client, notify)
-        wanted = [_plan_on_news(client, fleet), *_notices(told)]
+        wanted = [_plan_on_news(client, fleet), *_build_on_profiles(client), *_notices(told)]
         for automation in wanted:
             _put(client, automation)
         if told is None:
@@ -57,6 +58,25 @@ def _plan_on_news(client: SyncPrefectClient, fleet: str) -> AutomationCore:
         ),
         actions=[RunDeployment(source="selected", deployment_id=deployment.id, parameters=None, job_variables=None)],
     )
+
+
+def _build_on_profiles(client: SyncPrefectClient) -> list[AutomationCore]:
+    """Where the server has the deployment: profiles change capacities, so libraries are built anew."""
+    try:
+        deployment = client.read_deployment_by_name(BUILD)
+    except ObjectNotFound:
+        return []
+    return [
+        AutomationCore(
+            name="coral: build the library anew on new profiles",
+            description="A profiling run has published layer times; shards that they do not touch are reused.",
+            tags=[TAG],
+            trigger=EventTrigger(expect={PROFILED}, posture=Posture.Reactive, threshold=1),
+            actions=[
+                RunDeployment(source="selected", deployment_id=deployment.id, parameters=None, job_variables=None)
+            ],
+        )
+    ]
 
 
 def _notices(block: UUID | None) -> list[AutomationCore]:

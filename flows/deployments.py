@@ -22,6 +22,7 @@ from flows.automations import TAG, install_automations
 from flows.build_library import build_library
 from flows.evaluate import evaluate
 from flows.parameters import ReallocateParameters
+from flows.profile_gpus import profile_gpus
 from flows.reallocate import reallocate
 from flows.server import DEFAULT_PORT, require_server, server_at_hand
 from flows.teardown import teardown
@@ -53,6 +54,7 @@ def deployments(
             concurrency_limit=one_at_a_time,
         ),
         _served(evaluate, shared),
+        _served(profile_gpus, {}, concurrency_limit=one_at_a_time),
         _served(
             teardown, {key: value for key, value in given.items() if key == "fleet"}, concurrency_limit=one_at_a_time
         ),

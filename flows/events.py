@@ -27,6 +27,7 @@ from tasks.watch import RunsSeen
 
 PLAN_WANTED: Final = "coral.fleet.plan-wanted"
 SHORTFALL: Final = "coral.plan.shortfall"
+PROFILED: Final = "coral.profile.published"
 DEPLOYMENT: Final = "reallocate/reallocate"
 _FEW: Final = 20
 _LOG: Final = logging.getLogger(__name__)
@@ -88,6 +89,14 @@ def tell_shortfall(stored: StoredPlan) -> None:
         emit(SHORTFALL, fleet, {"fleet": fleet, "text": f"not met: {unmet}", "plan": stored.record.urls[PLAN]})
     except CoralError as error:
         _LOG.warning("nobody was told of the shortfall: %s", error)
+
+
+def tell_profiled(fleet: str, model: str, keys: Sequence[str]) -> None:
+    """An event for new profiles; the automation builds libraries anew. A server that is away is logged."""
+    try:
+        emit(PROFILED, fleet, {"fleet": fleet, "model": model, "text": f"new profiles of {model}", "keys": list(keys)})
+    except CoralError as error:
+        _LOG.warning("nobody was told of the new profiles: %s", error)
 
 
 def emit(event: str, fleet: str, payload: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from coral_core.config.demand import DemandSpec
 from coral_core.config.form_titles import form_title
 from coral_core.config.scenario import PolicyName, scenario_names
 from coral_core.config.settings import load_settings
+from coral_core.perf.profiling import Sweep
 from tasks.apply import Patience
 from tasks.library import ILP_COMBINATIONS_PER_SHARD
 
@@ -205,3 +206,58 @@ class EvaluateParameters(_Parameters):
     )
     store: StoreUrl = ""
     workers: int = Field(default=1, ge=1, le=4096, description="Processes that build missing libraries.")
+
+
+Counts = Annotated[tuple[Annotated[int, Field(ge=1, le=1_000_000)], ...], Field(min_length=1, max_length=64)]
+
+
+class SweepParameters(BaseModel):
+    """Which steps are measured, and how clean they must be."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, field_title_generator=form_title)
+
+    batches: Counts = Field(default=Sweep().batches, description="Requests in a step.")
+    prompts: Counts = Field(default=Sweep().prompts, description="Prompt lengths, tokens.")
+    contexts: Counts = Field(default=Sweep().contexts, description="Contexts of decode steps, tokens.")
+    max_batched_tokens: int = Field(default=Sweep().max_batched_tokens, ge=1, description="Tokens of a prefill step.")
+    max_requests: int = Field(default=Sweep().max_requests, ge=1, description="Requests of any step.")
+    samples: int = Field(default=Sweep().samples, ge=3, le=1000, description="Steps that are timed of each kind.")
+    max_cv_frac: float = Field(
+        default=Sweep().max_cv_frac, gt=0, le=1, description="Above this coefficient of variation samples are refused."
+    )
+    attempts: int = Field(default=Sweep().attempts, ge=1, le=20, description="How often a noisy kind is measured.")
+
+
+class ProfileParameters(BaseModel):
+    """What to measure where, and what that may take."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, field_title_generator=form_title)
+
+    provider: Literal["local", "aws"] = Field(default="local", description="This machine's CPU, or rented nodes.")
+    model: str = Field(default="tiny-chat", min_length=1, description="The model.")
+    configs: tuple[str, ...] = Field(
+        default=("local-large",), min_length=1, max_length=100, description="Node configurations, one node of each."
+    )
+    engine_file: str = Field(
+        default="engine.yaml", min_length=1, description="How engines serve the model (a YAML file)."
+    )
+    engine_version: str = Field(
+        default="",
+        max_length=32,
+        description="The version that nodes run. Empty (local only): asked of this machine's.",
+    )
+    dtype: str = Field(default="", description="Variant of the model. Empty: its own.")
+    depths: tuple[Annotated[int, Field(ge=1, le=1000)], ...] = Field(
+        default=(), max_length=2, description="Two numbers of layers to cut the model to. Empty: chosen by its shape."
+    )
+    sweep: SweepParameters = SweepParameters()
+    max_minutes: float = Field(default=240.0, gt=0, le=100_000, description="The run's time is up after so long.")
+    max_usd: float = Field(default=20.0, gt=0, le=1_000_000, allow_inf_nan=False, description="Its money is up here.")
+    regions: tuple[str, ...] = Field(default=(), max_length=50, description="Provider aws: where nodes may be rented.")
+    coordinator_file: str = Field(
+        default="", description="Provider aws: file of the coordinator that the nodes' launch template names."
+    )
+    fleet: FleetName = ""
+    store: StoreUrl = ""
+    fresh: bool = Field(default=False, description="Measure all of it anew, not only what earlier runs left out.")
+    dry_run: bool = Field(default=False, description="Only show what would be measured, and the most that it costs.")

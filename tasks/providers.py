@@ -47,8 +47,8 @@ _PAUSES_S: Final = (1.0, 3.0, 9.0)
 class Provider:
     """A cloud as runs use it. `settle_s` is the longest that it takes to list what it has started.
 
-    `supply(resolved, snapshot)` gives the sources of prices and availability and how old they may be. `notes` go into
-    every run's record.
+    `supply(resolved, snapshot)` gives the sources of prices and availability and how old they may be; `sources` are those
+    that need no scenario, where there are any. `notes` go into every run's record.
     """
 
     name: ProviderName
@@ -59,6 +59,7 @@ class Provider:
     settle_s: float
     supply: Callable[[ResolvedScenario, LibrarySnapshot], tuple[Sources, MaxAge]]
     notes: tuple[str, ...]
+    sources: Sources | None = None
 
     def patiently(self, read: Callable[[], Answer]) -> Answer:
         """The answer of a read, repeated a few times while the cloud is busy."""
@@ -109,6 +110,7 @@ def _local(settings: Settings) -> Provider:
 def _aws(settings: Settings) -> Provider:
     api, clock = _boto3(settings), SystemClock()
     engine, notes = serving_side(settings)
+    sources = aws_sources(api, clock)
     launch = AwsLaunch(
         launch_template=settings.aws_launch_template,
         subnets=settings.aws_subnets,
@@ -121,8 +123,9 @@ def _aws(settings: Settings) -> Provider:
         clock=clock,
         sleep=time.sleep,
         settle_s=AWS_SETTLE_S,
-        supply=lambda _resolved, _snapshot: (aws_sources(api, clock), MaxAge()),
+        supply=lambda _resolved, _snapshot: (sources, MaxAge()),
         notes=notes,
+        sources=sources,
     )
 
 

@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 from coral_core.cli.ledger import DataFolder
 from coral_core.cli.options import AsJson, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
+from coral_core.cli.profile_run import run
 from coral_core.cli.work import open_configured_store
 from coral_core.errors import InputError
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from coral_core.perf.profile import Profile
 
 app = App(name="profile", help="Measured layer times, and the factors that estimates rest on.")
+app.command(run)
 _CATALOG = Annotated[str, Parameter(help="Catalogue that has the node configuration.")]
 
 

@@ -244,6 +244,7 @@ def test_automations_are_made_once_and_stay_switched_off(quiet, webhook):
 
     names = {
         "coral: plan fleet blue anew on news",
+        "coral: build the library anew on new profiles",
         "coral: tell of failed runs",
         "coral: tell of shortfalls",
     }
@@ -260,9 +261,12 @@ def test_automations_are_made_once_and_stay_switched_off(quiet, webhook):
         with pytest.raises(Exception, match=r"no block 'ops' of type 'slack-webhook'.*Blocks page"):
             install_automations(fleet="blue", notify="slack-webhook/ops")
         assert "CORAL_NOTIFY" in install_automations(fleet="blue", notify="")[-1]
-        assert set(automations()) == {"coral: plan fleet blue anew on news"}
+        assert set(automations()) == {
+            "coral: plan fleet blue anew on news",
+            "coral: build the library anew on new profiles",
+        }
         install_automations(fleet="blue", notify=webhook[0])  # the other tests of this file need them
-    assert [a["enabled"] for a in automations().values()] == [True] * 3
+    assert [a["enabled"] for a in automations().values()] == [True] * 4
 
 
 def test_the_form_says_what_each_field_is_for(quiet):

@@ -6,6 +6,8 @@ Used as `--worker-cls coral_core.engine.plugin.cpu_worker.StageWorker`.
   pipeline stage receives; its first request then kills the engine. Here the buffer is made in any case.
 * `CORAL_STAGE_DELAY_MS`, milliseconds per step of each pipeline stage (`5,30`; one figure is for all), makes stages unequal
   on a machine whose cores are equal. A step without tokens is not delayed.
+* `CORAL_LAYER_DELAY_MS`, milliseconds per layer that the stage holds, and after a comma per layer and token of the step
+  (`2,0.01`), makes a device whose time is known and does not hang on what else the machine does: it sleeps.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 DELAY_VARIABLE = "CORAL_STAGE_DELAY_MS"
+LAYER_DELAY_VARIABLE = "CORAL_LAYER_DELAY_MS"
 
 
 class StageWorker(CPUWorker):
     """One stage of a pipeline on the CPU."""
 
     _delay_s = 0.0
+    _token_delay_s = 0.0
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Warm up as vLLM does; afterwards a later stage has its receiving buffer and every stage knows its delay."""
@@ -37,12 +41,17 @@ class StageWorker(CPUWorker):
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
         self._delay_s = stage_delay_s(os.environ.get(DELAY_VARIABLE, ""), stage.rank_in_group, stage.world_size)
+        layers = runner.model_config.get_num_layers(self.vllm_config.parallel_config)
+        per_layer_s, per_token_s = layer_delay_s(os.environ.get(LAYER_DELAY_VARIABLE, ""))
+        self._delay_s += layers * per_layer_s
+        self._token_delay_s = layers * per_token_s
         return times
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         """One step, after the stage's delay."""
-        if self._delay_s and scheduler_output.total_num_scheduled_tokens:
-            time.sleep(self._delay_s)
+        tokens = scheduler_output.total_num_scheduled_tokens
+        if tokens and (self._delay_s or self._token_delay_s):
+            time.sleep(self._delay_s + tokens * self._token_delay_s)
         return super().execute_model(scheduler_output)
 
 
@@ -59,3 +68,18 @@ def stage_delay_s(text: str, stage: int, stages: int) -> float:
             f"{DELAY_VARIABLE}={text!r}: give one figure, or one for each of {stages} stages, in milliseconds from 0 to 60000"
         )
     return (delays_ms * stages)[stage] / 1000.0
+
+
+def layer_delay_s(text: str) -> tuple[float, float]:
+    """Seconds per layer, and per layer and token, by the text of `CORAL_LAYER_DELAY_MS`; ValueError where it is none."""
+    if not text.strip():
+        return 0.0, 0.0
+    try:
+        delays_ms = [float(part) for part in text.split(",")]
+    except ValueError:
+        delays_ms = []
+    if len(delays_ms) not in {1, 2} or not all(0.0 <= delay_ms < 60_000.0 for delay_ms in delays_ms):
+        raise ValueError(
+            f"{LAYER_DELAY_VARIABLE}={text!r}: give milliseconds per layer, and perhaps per layer and token, from 0 to 60000"
+        )
+    return delays_ms[0] / 1000.0, sum(delays_ms[1:]) / 1000.0

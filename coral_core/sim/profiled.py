@@ -1,0 +1,114 @@
+"""A node's timing from a measured profile, in the place of estimates.
+
+Data: layer seconds of the profile's points at one TP: prefill of r prompts of n tokens, decode of r requests at context c.
+Variables: f(x) >= 0, never falling, on the grid of all measured tokens per step; a per sampled row, k per KV token read,
+p per attended pair, all >= 0.
+
+    prefill  f(r n) + r a + p r n (n + 1) / 2         decode  f(r) + r a + k r c
+
+Objective: least sum of squared relative errors (non-negative least squares; f as a sum of steps up). The prefill's fixed
+part belongs to a step with prompts, the decode's to one without; a step has the larger one of the two only where both were
+measured alike, so the fixed part is the median over both phases. Times beyond the grid go on with its last slope.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coral_core.domain.workload import Phase
+from coral_core.errors import DataGapError
+from coral_core.perf.profile import Profile, ProfilePoint
+from coral_core.sim.inputs import NodeTiming
+
+Floats = NDArray[np.float64]
+
+_ROUNDS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledTiming:
+    """Timing of one layer, and by how much it misses the profile's points: relative errors, (points,)."""
+
+    layer: NodeTiming
+    fixed_s: float
+    error_frac: tuple[float, ...]
+
+    def node(self, layers: int) -> NodeTiming:
+        """Timing of a node with so many layers."""
+        return NodeTiming(
+            grid=self.layer.grid,
+            token_s=tuple(layers * value for value in self.layer.token_s),
+            row_s=tuple(layers * value for value in self.layer.row_s),
+            fixed_s=self.fixed_s,
+            kept_token_s=layers * self.layer.kept_token_s,
+            pair_s=layers * self.layer.pair_s,
+        )
+
+
+def profiled_timing(profile: Profile, tp: int) -> ProfiledTiming:
+    """The timing that fits the profile's points at one TP best. DataGapError where a phase was not measured."""
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        profile.require(phase, tp)
+    points = [point for point in profile.points if point.tp == tp]
+    grid = np.unique([0.0, *(_tokens(point) for point in points)])
+    times = np.array([point.layer_s for point in points])
+    matrix = np.array([_row(point, grid) for point in points])
+    found = nonnegative_least_squares(matrix / times[:, None], np.ones(len(points)))
+    steps, (row_s, kept_token_s, pair_s) = found[: len(grid)], found[len(grid) :]
+    return ProfiledTiming(
+        layer=NodeTiming(
+            grid=tuple(grid.tolist()),
+            token_s=tuple(np.cumsum(steps).tolist()),
+            row_s=tuple((row_s * grid).tolist()),
+            kept_token_s=float(kept_token_s),
+            pair_s=float(pair_s),
+        ),
+        fixed_s=float(np.median([point.fixed_s for point in points])),
+        error_frac=tuple((matrix @ found / times - 1.0).tolist()),
+    )
+
+
+def _tokens(point: ProfilePoint) -> float:
+    return point.requests * (point.tokens if point.phase is Phase.PREFILL else 1.0)
+
+
+def _row(point: ProfilePoint, grid: Floats) -> list[float]:
+    """What each variable is multiplied by: the steps up of f to the point's tokens, rows, KV tokens, pairs."""
+    tokens, requests = _tokens(point), point.requests
+    steps = [1.0 if at <= tokens else 0.0 for at in grid.tolist()]
+    kept = requests * point.tokens if point.phase is Phase.DECODE else 0.0
+    pairs = requests * point.tokens * (point.tokens + 1) / 2 if point.phase is Phase.PREFILL else 0.0
+    return [*steps, requests, kept, pairs]
+
+
+def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
+    """The x >= 0 with the least |matrix x - target|, by the active-set method of Lawson and Hanson (1974). DataGapError where it finds no end."""
+    scale = np.linalg.norm(matrix, axis=0)
+    scaled = matrix / np.where(scale > 0, scale, 1.0)
+    x = np.zeros(scaled.shape[1])
+    free = np.zeros(scaled.shape[1], dtype=bool)
+    for _ in range(_ROUNDS):
+        gradient = scaled.T @ (target - scaled @ x)
+        gradient[free] = -np.inf
+        if free.all() or gradient.max() <= 1e-10:
+            return x / np.where(scale > 0, scale, 1.0)
+        free[int(gradient.argmax())] = True
+        x = _on_free(scaled, target, x, free)
+    raise DataGapError("no timing fits the profile's points", fix="measure more kinds of step")
+
+
+def _on_free(matrix: Floats, target: Floats, x: Floats, free: NDArray[np.bool_]) -> Floats:
+    """The best x on the free variables, those that would fall below 0 fixed there again."""
+    while True:
+        trial = np.zeros_like(x)
+        trial[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
+        below = free & (trial <= 0)
+        if not below.any():
+            return trial
+        shares = x[below] / (x[below] - trial[below])
+        x = x + shares.min() * (trial - x)
+        free &= x > 1e-14
+        x[~free] = 0.0
