@@ -42,7 +42,8 @@ def test_every_model_of_a_calibrated_plan_gets_its_demand_within_its_bounds(with
     assert min(shares.values()) >= GOAL_FRAC
 
 
-def test_without_headroom_the_plan_is_cheaper_and_most_requests_are_late(with_headroom):
+def test_without_headroom_the_plan_is_cheaper_and_every_model_misses_its_goal(with_headroom):
     cost, shares = planned_and_run(CapacitySpec())
     assert cost < with_headroom[0]
-    assert max(shares.values()) < 0.9
+    assert max(shares.values()) < GOAL_FRAC
+    assert min(shares.values()) < 0.5

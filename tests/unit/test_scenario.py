@@ -236,6 +236,6 @@ def test_every_plan_says_what_headroom_it_keeps_and_where_from():
     assert {row["max_utilization_frac"] for row in rows if row["phase"] == "decode"} == {0.25}
     assert {row["source"] for row in rows if row["phase"] == "decode"} == {"given for this run"}
     assert all("coral calibrate tiny" in row["source"] for row in rows if row["phase"] == "prefill")
-    assert "phi-4 prefill 0.396 of what 0.2 of the bound allows" in headroom_note(rows)
+    assert "phi-4 prefill 0.264 of what 0.2 of the bound allows" in headroom_note(rows)
     bare = resolve_scenario(load_scenario("tiny").model_copy(update={"capacity": CapacitySpec()}))
     assert "without headroom" in headroom_note(headroom_rows(bare))
