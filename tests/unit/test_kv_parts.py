@@ -64,6 +64,15 @@ def test_an_offer_comes_back_from_the_json_that_a_gateway_passes_on():
         ({"coral": {**msgspec.to_builtins(OFFER), "tokens": "many"}}, r"\$\.tokens"),
         ({"coral": {**msgspec.to_builtins(OFFER), "places": [{"address": 1}]}}, r"\$\.places"),
         ({"coral": {**msgspec.to_builtins(OFFER), "version": VERSION + 1}}, f"version {VERSION + 1}"),
+        ({"coral": {**msgspec.to_builtins(OFFER), "lease_s": 0.0}}, "a lease of 0.0 s"),
+        ({"coral": {**msgspec.to_builtins(OFFER), "lease_s": -1e300}}, "a lease of"),
+        *(
+            ({"coral": msgspec.to_builtins(msgspec.structs.replace(OFFER, places=(elsewhere,)))}, "is no address")
+            for elsewhere in (
+                msgspec.structs.replace(PLACE, address=address)
+                for address in ("", "ipc:///run/x", "tcp://host:0", "tcp://host:70000", "tcp://host", "tcp://a b:1")
+            )
+        ),
     ],
 )
 def test_what_is_no_offer_is_refused(params, complaint):

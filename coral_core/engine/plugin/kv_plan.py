@@ -9,6 +9,7 @@ Pure: imports neither the engine nor torch.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -22,6 +23,8 @@ import numpy.typing as npt
 MAX_CHUNK_BYTES: Final = 16 << 20
 VERSION: Final = 1
 """Of the protocol; engines of different versions do not exchange KV caches."""
+
+_ADDRESS: Final = re.compile(r"tcp://(?:\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 
 Range: TypeAlias = tuple[int, int]
 
@@ -128,6 +131,12 @@ def offered(params: dict[str, Any] | None) -> Offer:
         raise PlanError(f"kv_transfer_params.coral: {error}") from None
     if offer.version != VERSION:
         raise PlanError(f"the prefill engine speaks version {offer.version} of the KV protocol, this one {VERSION}")
+    if not 0.1 <= offer.lease_s < float("inf"):
+        raise PlanError(f"kv_transfer_params.coral: a lease of {offer.lease_s} s")
+    for place in offer.places:
+        found = _ADDRESS.fullmatch(place.address)
+        if found is None or not 1 <= int(found[1]) <= 65535:
+            raise PlanError(f"kv_transfer_params.coral: {place.address[:80]!r} is no address of a worker")
     return offer
 
 

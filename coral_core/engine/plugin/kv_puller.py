@@ -71,8 +71,6 @@ class Pulled:
 
     request_id: str
     error: str
-    bytes_fetched: int
-    took_s: float
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -214,7 +212,7 @@ class BlockPuller:
         took_s = self._clock() - job.started_s
         logger.debug("KV transfer of request %s: %d bytes in %.4f s", request_id, job.fetched_bytes, took_s)
         self.counts.update({"failed" if error else "fetched": 1, "bytes": job.fetched_bytes})
-        self._results.put(Pulled(request_id=request_id, error=error, bytes_fetched=job.fetched_bytes, took_s=took_s))
+        self._results.put(Pulled(request_id=request_id, error=error))
 
     def _ask(self) -> None:
         """Ask for chunks, one of each transfer in turn, the oldest first, until the window is full."""
