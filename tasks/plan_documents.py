@@ -24,6 +24,7 @@ from coral_core.domain.model_math import weight_bytes
 from coral_core.domain.templates import ServingTemplate
 from coral_core.domain.workload import Phase
 from coral_core.units import GB
+from tasks.error_bars import error_bar_notes, with_error_bars
 
 PLAN_SCHEMA_VERSION: Final = 2
 """1 knew neither markets nor exclusions and preferences; plans of it are still read."""
@@ -56,11 +57,12 @@ def plan_document(
         **{key: answer[key] for key in answer if key != "instances"},
         "instances": [_instance(item, templates[item.template], problem, resolved) for item in result.instances],
         "demand": [_demand(row) for row in problem.demand],
-        "coverage": [_coverage(row, problem, result) for row in problem.demand],
+        "coverage": (coverage := [_coverage(row, problem, result, templates) for row in problem.demand]),
         "changes": _changes(problem, result),
         "notes": _failed_shards(snapshot)
         + _notes(resolved, problem, result, now, unrunnable)
-        + _pipelines(result, templates),
+        + _pipelines(result, templates)
+        + error_bar_notes(coverage),
     }
 
 
@@ -193,21 +195,25 @@ def _demand(row: DemandRow) -> dict[str, Any]:
     }
 
 
-def _coverage(row: DemandRow, problem: AllocationProblem, result: AllocationResult) -> dict[str, Any]:
-    """Demand against the capacity of all chosen templates that enter the row, in the row's own unit."""
+def _coverage(
+    row: DemandRow, problem: AllocationProblem, result: AllocationResult, templates: Mapping[str, ServingTemplate]
+) -> dict[str, Any]:
+    """Demand against the capacity of all chosen templates that enter the row, in the row's own unit, with error bars."""
     index = {template: i for i, template in enumerate(problem.templates.ids)}
     demand = row.tokens_per_s if row.tokens_per_s is not None else row.requests_per_s
     assert demand is not None
-    capacity = 0.0
+    parts: list[tuple[float, float | None]] = []
     for item in result.instances:
         i = index[item.template]
         if problem.templates.models[i] != row.model:
             continue
         phase, throughput = problem.templates.phases[i], float(problem.templates.throughput[i]) * item.count
+        error_frac = templates[item.template].error_frac
         if phase is row.phase:
-            capacity += throughput
+            parts.append((throughput, error_frac))
         elif phase is Phase.AGGREGATED and row.tokens_per_s is not None and row.requests_per_s:
-            capacity += throughput * row.tokens_per_s / row.requests_per_s
+            parts.append((throughput * row.tokens_per_s / row.requests_per_s, error_frac))
+    capacity = sum(throughput for throughput, _ in parts)
     return {
         "model": row.model,
         "phase": row.phase.value,
@@ -215,6 +221,7 @@ def _coverage(row: DemandRow, problem: AllocationProblem, result: AllocationResu
         "demand": demand,
         "capacity": capacity,
         "utilization_frac": min(demand / capacity, 1.0) if capacity else None,
+        **with_error_bars(parts),
     }
 
 

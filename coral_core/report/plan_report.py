@@ -83,7 +83,7 @@ def coverage_table(plan: Mapping[str, Any]) -> PlanTable:
     """Demand beside the capacity that the plan rents; none in plans that were recorded before there was one."""
     return PlanTable(
         title="Demand and capacity",
-        columns=("model", "phase", "demand", "capacity", "unit", "used"),
+        columns=("model", "phase", "demand", "capacity", "unit", "used", "error bars"),
         rows=[
             (
                 row["model"],
@@ -92,10 +92,20 @@ def coverage_table(plan: Mapping[str, Any]) -> PlanTable:
                 row["capacity"],
                 row["unit"],
                 None if row["utilization_frac"] is None else f"{row['utilization_frac']:.1%}",
+                error_bar_text(row),
             )
             for row in plan.get("coverage", ())
         ],
     )
+
+
+def error_bar_text(row: Mapping[str, Any]) -> str | None:
+    """Between which a capacity lies in nine of ten comparisons; None where no error is known, or none was recorded."""
+    if not row["capacity"] or row.get("error_unknown_frac", 1.0) >= 1:
+        return None
+    high = row["capacity_high"]
+    text = f"{figure(row['capacity_low'])} to {'?' if high is None else figure(high)}"
+    return f"{text}, {row['error_unknown_frac']:.0%} unknown" if row["error_unknown_frac"] > 0 else text
 
 
 def changes_table(plan: Mapping[str, Any]) -> PlanTable:

@@ -183,7 +183,7 @@ def test_changes_are_shown_only_where_something_runs():
 
 def test_nothing_served_is_used_nowhere():
     coverage = plan_tables(plan(), DECISION)[1]
-    assert [row[-1] for row in coverage.rows] == ["94.1%", None]
+    assert [row[5] for row in coverage.rows] == ["94.1%", None]
 
 
 def test_the_page_has_headline_notes_tables_and_reasons():
