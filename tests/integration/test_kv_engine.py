@@ -17,6 +17,9 @@ import pytest
 
 from tests.fakes.kv_engine_process import PRODUCE, Engine, engines, transfer_config
 
+# Five engines with five workers start for the first test that asks for them.
+pytestmark = pytest.mark.timeout(900)
+
 LEASE_S = 60.0
 OUTPUT_TOKENS = 12
 _rounds = itertools.count()

@@ -96,17 +96,23 @@ class BlockServer:
         poller.register(self._router, zmq.POLLIN)
         try:
             while not self._stop.is_set():
-                self._reap()
-                full = self._sending_bytes >= self._terms.window_bytes
-                poller.modify(self._router, 0 if full else zmq.POLLIN)
-                ready = dict(poller.poll(_FULL_POLL_MS if full else _POLL_MS))
-                if self._zap in ready:
-                    self._zap.send_multipart(self._keys.admitted(self._zap.recv_multipart()))
-                if self._router in ready:
-                    peer, *frames = self._router.recv_multipart()
-                    self._handle(peer, b"".join(frames))
+                try:
+                    self._round(poller)
+                except Exception:  # one peer's affair must not become all others'
+                    logger.exception("KV transfer: a message was lost")
         finally:
             self._context.destroy(linger=0)
+
+    def _round(self, poller: zmq.Poller) -> None:
+        self._reap()
+        full = self._sending_bytes >= self._terms.window_bytes
+        poller.modify(self._router, 0 if full else zmq.POLLIN)
+        ready = dict(poller.poll(_FULL_POLL_MS if full else _POLL_MS))
+        if self._zap in ready:
+            self._zap.send_multipart(self._keys.admitted(self._zap.recv_multipart()))
+        if self._router in ready:
+            peer, *frames = self._router.recv_multipart()
+            self._handle(peer, b"".join(frames))
 
     def _handle(self, peer: bytes, header: bytes) -> None:
         try:
