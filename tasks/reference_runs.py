@@ -91,7 +91,7 @@ def _point(row: dict[str, str], where: str) -> ServingPoint:
     shape = model_by_any_name(load_models(), row["model_path"])
     gpu = gpu_by_any_name(load_gpus(), row["system"])
     # A file of one precision may name that of its experts apart.
-    dtype = (row["gemm_quant_mode"] or row["precision"] or "").removesuffix("_block").removesuffix("_wo")
+    dtype = row["gemm_quant_mode"] or row["precision"] or ""
     concurrency = row["concurrency"] or row["batch_size"]
     return ServingPoint(
         shape=shape,

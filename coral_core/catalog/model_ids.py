@@ -28,6 +28,15 @@ SAME_SHAPE: Final = {
 }
 """Names of models with the dimensions of one that ships."""
 
+SAME_DTYPE: Final = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "fp4": "mxfp4",
+    "nvfp4": "mxfp4",
+    "w4a16_mxfp4": "mxfp4",
+}
+"""Dtypes by the names of benchmark tables; models that come in MXFP4 are often listed under NVFP4."""
+
 _SUFFIXES: Final = re.compile(r"-(instruct|chat|base|hf|it|fp8|fp4|nvfp4|awq|bf16|thinking|v0\.\d|\d{4})$")
 
 
@@ -58,7 +67,8 @@ def variant_by_dtype(shape: ModelShape, dtype: str | None) -> str:
     """
     if dtype is None:
         return shape.default_variant
-    for name in (dtype, {"fp4": "mxfp4", "nvfp4": "mxfp4", "int4": "int4-experts"}.get(dtype, dtype)):
+    plain = SAME_DTYPE.get(dtype, dtype.removesuffix("_block").removesuffix("_wo"))
+    for name in (dtype, plain, {"int4": "int4-experts"}.get(plain, plain)):
         if name in shape.variants:
             return name
     known = ", ".join(sorted(shape.variants))

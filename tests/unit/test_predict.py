@@ -138,7 +138,9 @@ def test_models_and_gpus_go_by_the_names_others_give_them() -> None:
     with pytest.raises(InputError, match="unknown GPU 'H900'"):
         gpu_by_any_name(gpus, "H900")
     assert variant_by_dtype(models["gpt-oss-120b"], "fp4") == "mxfp4"
-    assert variant_by_dtype(models["kimi-k2.5"], "int4") == "int4-experts"
+    assert variant_by_dtype(models["kimi-k2.5"], "int4_wo") == "int4-experts"
+    assert variant_by_dtype(models["qwen3-32b"], "fp8_block") == "fp8"
+    assert variant_by_dtype(models["qwen3-32b"], "bfloat16") == "bf16"
     assert variant_by_dtype(models["kimi-k2.5"], None) == "int4-experts"
     with pytest.raises(InputError, match="dtype: model phi-4 has no variant 'mxfp4'"):
         variant_by_dtype(models["phi-4"], "mxfp4")

@@ -27,7 +27,7 @@ from coral_core.perf.profile import Profile, ProfilePoint
 from coral_core.perf.profile_check import checked_points, least_layer_s
 from coral_core.perf.roofline import step_of
 from tests.fakes.perf_cases import FREE, factors, gpu, lengths, model, node
-from tests.fakes.profile_cases import grid, profile
+from tests.fakes.profile_grids import grid, profile
 
 SLO = Slo(ttft_s=4.0, tpot_s=0.2)
 ROOMY = node(count=2, nic=1e15, of=gpu(memory_bytes=10**12))
@@ -325,3 +325,39 @@ def test_fit_writes_the_tables(reference_data: Path, tmp_path: Path, capsys: pyt
     document = json.loads(capsys.readouterr().out)
     assert {path.name for path in tmp_path.iterdir()} == set(document["tables"])
     assert {row["what"] for row in document["factors"]} >= {"kernel_overhead_s", "H100 mxfp4 peak_frac"}
+
+
+def test_a_scenario_plans_with_the_profiles_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from coral_core.catalog import load_catalog, load_models
+    from coral_core.config.resolve import resolve_scenario
+    from coral_core.config.scenario import load_scenario
+    from tasks.library import build_spec_from_scenario, capacity_tables
+
+    store = open_store(f"file://{tmp_path}")
+    monkeypatch.setenv("CORAL_STORE", store.url)
+    base = load_scenario("tiny")
+
+    def tables(**capacity: object) -> list[CapacityTable]:
+        given = base.capacity.model_validate({**base.capacity.model_dump(), **capacity})
+        resolved = resolve_scenario(base.model_copy(update={"capacity": given}))
+        return capacity_tables(replace(build_spec_from_scenario(resolved, method="lattice"), n_max=1))
+
+    engine = {"engine": "vllm-0.32.0-bf16"}
+    with pytest.raises(
+        DataGapError, match="no profile by vllm-0.32.0-bf16 of any model and configuration of scenario tiny"
+    ):
+        tables(profiles=engine)
+    first = tables()[0]
+    config = first.configs[0]
+    shape = load_models()[first.model]
+    gpu_of = load_catalog("paper-core").configs[config].gpu
+    points = grid(Phase.PREFILL, (1,), (10, 20_000), lambda n, t: 0.01 + 1e-4 * n * t)
+    points = list(checked_points(points, shape, "bf16", gpu_of, 1, where="made up"))
+    made = profile(points, config=config)
+    write_profile(store, replace(made, key=replace(made.key, model=first.model)), time=TIME)
+    found = tables(profiles=engine)[0]
+    assert found.sources == (CapacitySource.INTERPOLATED, *[CapacitySource.ESTIMATED] * (len(found.configs) - 1))
+    assert found.inputs_hash != first.inputs_hash
+    careful = tables(pessimistic=True)[0]
+    assert np.all(careful.throughput <= first.throughput)
+    assert careful.throughput.sum() < first.throughput.sum()
