@@ -92,8 +92,11 @@ class Control(RuleBasedStateMachine):
     @rule(remembers=st.booleans())
     def a_coordinator_starts(self, remembers):
         self.world.restart_coordinator(remembers=remembers)
-        if not remembers:  # only the gateway knows then
-            self.weights = {name: row.weight for name, row in self.world.rows.items()}
+        if not remembers:  # only the gateway knows then, until agents and it have been heard
+            self.weights = {}
+            self.world.advance(3)
+            held = self.world.coordinator.held
+            self.weights = {name: row.weight for name, row in self.world.rows.items() if name in held}
 
     @rule(up=st.booleans())
     def the_gateway_restarts(self, up):
@@ -110,7 +113,10 @@ class Control(RuleBasedStateMachine):
         if name in self.world.rows:
             self.world.rows[name] = replace(self.world.rows[name], weight=weight)
             self.world.advance(1)
-            self.weights[name] = weight
+            if name in self.world.coordinator.held:  # else nobody has seen it yet but the gateway
+                self.weights[name] = weight
+            else:
+                self.weights.pop(name, None)
 
     # ---- what holds
 

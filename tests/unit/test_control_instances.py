@@ -261,6 +261,19 @@ def test_an_instance_that_is_wrongly_down_is_put_right_and_strangers_are_left_al
     assert (call.method, call.body["url"], call.body["weight"]) == ("PUT", held.url, 0.0)
 
 
+def test_what_was_given_up_stays_so_though_its_coordinator_has_forgotten_all():
+    world = up(i=1)
+    world.fault("i", 0, "its rank is dead")
+    world.advance(2)
+    world.kill_agent("i", 0)
+    world.restart_agent("i", 0)
+    world.restart_coordinator(remembers=False)
+    world.advance(3)
+    assert (stage(world), world.coordinator.held["i"].reason) == (Stage.FAILED, "node 0: its rank is dead")
+    assert world.agents["i", 0].engine is None or not world.agents["i", 0].engine.alive
+    assert not world.takes_requests("i")
+
+
 def test_what_is_over_is_forgotten_once_nobody_speaks_for_it():
     world = up(i=1)
     world.fault("i", 0)

@@ -148,6 +148,12 @@ class Instances:
             row = self._rows.get(one.instance_id)
             if row is None or row.url != one.address:
                 continue
+            if row.failed and one.stage in {
+                Stage.GATHERING,
+                Stage.STARTING,
+            }:  # a coordinator before this one gave it up
+                effects += self._over(one, Stage.FAILED, row.failed, now_s)
+                continue
             one.weight = row.weight
             if row.draining != one.draining:
                 one.draining = row.draining
