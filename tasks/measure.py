@@ -25,6 +25,7 @@ from coral_core.perf.profiling import (
     Shot,
     ShotTimes,
     Sweep,
+    falling,
     fitted_points,
     noise,
     tp_sizes,
@@ -144,6 +145,16 @@ class Measurement:
         }
         return {engine: shots for engine, shots in by_engine.items() if shots or engine not in self.starts}
 
+    @property
+    def doubtful(self) -> list[Shot]:
+        """Shots of both depths whose times fall as steps grow (`falling`), or of which no layer's time comes."""
+        subject = self.subject
+        points, unfit = fitted_points(self.times, subject.depths, max_cv_frac=subject.sweep.max_cv_frac)
+        wrong = {(point.tp, point.phase, point.requests, point.tokens) for point in falling(points)}
+        wrong |= {(shot.tp, shot.phase, shot.requests, shot.tokens) for shot in unfit}
+        known = {(shot.tp, shot.phase, shot.requests, shot.tokens) for shot in self.refused}
+        return [shot for shot in self.times if (shot.tp, shot.phase, shot.requests, shot.tokens) in wrong - known]
+
 
 def begun(subject: Subject, store: Store, *, fresh: bool = False) -> Measurement:
     """What earlier runs have measured since the newest profile; nothing where all is to be measured afresh."""
@@ -166,7 +177,21 @@ class Measuring:
     on_step: Callable[[str], object] = _LOG.info
 
     def run(self) -> None:
-        """Raises TimeUpError where the time is up, MeasurementError where an engine does not start or dies."""
+        """Measure; then again what contradicts itself or its neighbours, since some of that must be noise.
+
+        Raises TimeUpError where the time is up, MeasurementError where an engine does not start or dies.
+        """
+        self._measure_missing()
+        for _ in range(self.measurement.subject.sweep.attempts - 1):
+            doubtful = self.measurement.doubtful
+            if not doubtful:
+                return
+            self.on_step(f"{len(doubtful)} kinds of step again: their times contradict each other")
+            for shot in doubtful:
+                del self.measurement.times[shot]
+            self._measure_missing()
+
+    def _measure_missing(self) -> None:
         measurement = self.measurement
         for (tp, layers), shots in measurement.missing.items():
             start = self.engines.open(tp, layers, within_s=min(self._left_s(), START_S))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from coral_core.cli.bench_fidelity import fidelity
 from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
 from coral_core.cli.work import counted_progress, library_progress, open_configured_store, resolved_scenario
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Chart = Annotated[Path | None, Parameter(help="Write a chart of time against size here, as SVG.")]
 
 app = App(name="bench", help="Measure what the work takes on this machine, beside the published method.")
+app.command(fidelity)
 
 
 @app.command

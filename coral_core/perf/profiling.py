@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -24,6 +25,7 @@ from coral_core.domain.models import ModelShape
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
 from coral_core.perf.profile import ProfilePoint
+from coral_core.perf.profile_check import LARGEST_DROP
 from coral_core.perf.search import tp_runs
 from coral_core.units import SECONDS_PER_H
 
@@ -187,6 +189,21 @@ def fitted_points(
             )
         )
     return tuple(points), refused
+
+
+def falling(points: Sequence[ProfilePoint]) -> set[ProfilePoint]:
+    """Both points of every pair of neighbours whose time falls by more than a profile may as the step grows: one is noise."""
+    found: set[ProfilePoint] = set()
+    groups: dict[tuple[object, ...], list[ProfilePoint]] = {}
+    for point in points:
+        groups.setdefault((point.phase, point.tp, "tokens", point.tokens), []).append(point)
+        groups.setdefault((point.phase, point.tp, "requests", point.requests), []).append(point)
+    for group in groups.values():
+        ordered = sorted(group, key=lambda point: (point.requests, point.tokens))
+        for before, after in pairwise(ordered):
+            if after.layer_s < before.layer_s * (1 - LARGEST_DROP):
+                found |= {before, after}
+    return found
 
 
 def whole_kv_tokens(starts: Iterable[EngineStart], layers: int) -> dict[int, float]:
