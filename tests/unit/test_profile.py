@@ -344,7 +344,7 @@ def test_a_scenario_plans_with_the_profiles_it_names(tmp_path: Path, monkeypatch
 
     engine = {"engine": "vllm-0.32.0-bf16"}
     with pytest.raises(
-        DataGapError, match="no profile by vllm-0.32.0-bf16 of any model and configuration of scenario tiny"
+        DataGapError, match=r"no profile by vllm-0\.32\.0-bf16 of any model and configuration of scenario tiny"
     ):
         tables(profiles=engine)
     first = tables()[0]
