@@ -8,7 +8,7 @@ tables behind the factors were measured kernel by kernel, without any serving.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -80,8 +80,15 @@ def ledger(folder: Path) -> dict[str, Any]:
 
     Raises DataGapError where a file of the reference data is missing, InputError for values that make no sense.
     """
-    compared, left_out, queue_bound = compare(folder)
+    return ledger_document(*compare(folder), held_out=True)
+
+
+def ledger_document(
+    compared: Sequence[Compared], left_out: Mapping[str, int], queue_bound: int, *, held_out: bool
+) -> dict[str, Any]:
+    """Comparisons as a ledger; `held_out`: no model was predicted with what was fitted to its own runs."""
     return {
+        "held_out": held_out,
         "entries": entries(compared),
         "targets": _targets(compared),
         "queue_bound_runs_left_out": queue_bound,

@@ -10,6 +10,8 @@ import numpy as np
 
 from coral_core.catalog import find_config, load_catalog, load_models
 from coral_core.config.settings import load_settings
+from coral_core.domain.hardware import Gpu
+from coral_core.domain.models import ModelShape
 from coral_core.domain.workload import Lengths, Phase
 from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.factors import load_factors
@@ -40,30 +42,30 @@ def against_estimates(profile: Profile, *, catalog: str) -> list[dict[str, Any]]
     """The analytic estimate against the points of `profile`. Raises InputError for a configuration that the catalogue lacks."""
     shape = load_models(load_settings().models)[profile.key.model]
     gpu = find_config(load_catalog(catalog), profile.key.config).gpu
-    factors, assumptions = load_factors(), CapacityAssumptions()
+    return _compared(profile, lambda point: estimated_layer_s(point, shape, profile.key.variant, gpu))
 
-    def seconds(point: ProfilePoint) -> float | None:
-        count, none = np.array([point.requests]), np.zeros(1)
-        prefill = point.phase is Phase.PREFILL
-        time = layer_time(
-            shape=shape,
-            variant=profile.key.variant,
-            gpu=gpu,
-            tp=point.tp,
-            step=Step(
-                decode_requests=none if prefill else count,
-                prefill_tokens=count * point.tokens if prefill else none,
-                prompts=count if prefill else none,
-                produced=count,
-            ),
-            # A decode time holds for one context, so that is its whole context here: no output adds to it.
-            lengths=Lengths(mean_input_tokens=point.tokens, mean_output_tokens=1e-9, source="measured with"),
-            factors=factors,
-            assumptions=assumptions,
-        )
-        return float(time.total_s[0] - time.lm_head_s[0])
 
-    return _compared(profile, seconds)
+def estimated_layer_s(point: ProfilePoint, shape: ModelShape, variant: str, gpu: Gpu) -> float:
+    """What estimates say of a measured point: one layer by itself, without its share of the LM head."""
+    count, none = np.array([point.requests]), np.zeros(1)
+    prefill = point.phase is Phase.PREFILL
+    time = layer_time(
+        shape=shape,
+        variant=variant,
+        gpu=gpu,
+        tp=point.tp,
+        step=Step(
+            decode_requests=none if prefill else count,
+            prefill_tokens=count * point.tokens if prefill else none,
+            prompts=count if prefill else none,
+            produced=count,
+        ),
+        # A decode time holds for one context, so that is its whole context here: no output adds to it.
+        lengths=Lengths(mean_input_tokens=point.tokens, mean_output_tokens=1e-9, source="measured with"),
+        factors=load_factors(),
+        assumptions=CapacityAssumptions(),
+    )
+    return float(time.total_s[0] - time.lm_head_s[0])
 
 
 def _compared(profile: Profile, seconds: Callable[[ProfilePoint], float | None]) -> list[dict[str, Any]]:

@@ -7,9 +7,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from coral_core.cli.options import AsJson
+from coral_core.cli.options import AsJson, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
 from coral_core.cli.report_file import ReportPath, check_report, write_report
+from coral_core.cli.work import open_configured_store
 from coral_core.errors import InputError
 
 DataFolder = Annotated[
@@ -20,13 +21,23 @@ DataFolder = Annotated[
 def ledger(
     *,
     data: DataFolder = None,
+    runs: Annotated[
+        Path | None,
+        Parameter(
+            help="Your own serving runs instead: CSV with "
+            "model,dtype,gpu,tp,input_tokens,output_tokens,concurrency,ttft_s,tpot_s."
+        ),
+    ] = None,
+    engine: Annotated[str, Parameter(help="Engine of these runs.")] = "vllm",
+    profiles: Annotated[bool, Parameter(negative="", help="The profiles in the store instead.")] = False,
+    store: StoreUrl = None,
     report: ReportPath = None,
     markdown: Annotated[Path | None, Parameter(help="Write the tables here, as Markdown.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare predictions with reference data: serving runs, layer times, latencies; the worst first.
 
-    No model is scored with costs fitted to its own runs. Corrects nothing: what plans count on changes only by
+    With --runs or --profiles, with your own measurements alone. No model is scored with costs fitted to its own runs. Corrects nothing: what plans count on changes only by
     `coral profile fit`, or by profiles.
     """
     from coral_core.clock import SystemClock
@@ -34,11 +45,18 @@ def ledger(
     from coral_core.report.ledger_report import ledger_markdown, ledger_notes, ledger_page, ledger_tables
     from coral_core.report.page import page_or_none
     from tasks.ledger import ledger as make_ledger
+    from tasks.ledger import ledger_document
+    from tasks.ledger_own import own_runs, stored_profiles_compared
 
     check_report(report)
     if markdown is not None and not markdown.parent.is_dir():
         raise InputError("no such folder", where=str(markdown.parent), fix="create it, or write elsewhere")
-    document = make_ledger(reference_folder(data))
+    if runs is None and not profiles:
+        document = make_ledger(reference_folder(data))
+    else:
+        own = [] if runs is None else own_runs(runs, engine=engine)
+        own += stored_profiles_compared(open_configured_store(store)) if profiles else []
+        document = ledger_document(own, {}, 0, held_out=False)
     if report is not None:
         time = SystemClock().now().isoformat(timespec="seconds")
         write_report(report, page_or_none(lambda: ledger_page(document, time=time)))

@@ -70,9 +70,10 @@ def ledger_notes(document: Mapping[str, Any]) -> list[str]:
         f"{document['queue_bound_runs_left_out']} runs left out because they measure a queue: TTFT more than 5 times "
         "that of their series at the lowest concurrency"
     )
-    return ["error: |predicted / measured - 1|; bias: its median with sign", folds, queues] + [
-        f"left out, {reason}: {count}" for reason, count in document["left_out"].items()
-    ]
+    general = "error: |predicted / measured - 1|; bias: its median with sign"
+    if not document["held_out"]:
+        return [general, "predicted with the factors that ship"]
+    return [general, folds, queues] + [f"left out, {reason}: {count}" for reason, count in document["left_out"].items()]
 
 
 def ledger_markdown(document: Mapping[str, Any]) -> str:

@@ -361,3 +361,36 @@ def test_a_scenario_plans_with_the_profiles_it_names(tmp_path: Path, monkeypatch
     careful = tables(pessimistic=True)[0]
     assert np.all(careful.throughput <= first.throughput)
     assert careful.throughput.sum() < first.throughput.sum()
+
+
+def test_own_measurements_have_a_ledger_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, store = tmp_path / "times.csv", tmp_path / "store"
+    file.write_text(CSV, encoding="utf-8")
+    assert imported(file, store) == 0
+    runs = tmp_path / "runs.csv"
+    header = "model,dtype,gpu,tp,input_tokens,output_tokens,concurrency,ttft_s,tpot_s\n"
+    runs.write_text(f"{header}openai/gpt-oss-120b,,h100_sxm,2,1024,1024,16,0.09,0.008\n", encoding="utf-8")
+    capsys.readouterr()
+    url = ["--store", f"file://{store}"]
+    assert run(["ledger", "--runs", str(runs), "--profiles", *url, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    found = {(row["model"], row["gpu"], row["phase"], row["metric"]): row["n"] for row in document["entries"]}
+    assert found == {
+        ("gpt-oss-120b", "H100", "aggregated", "ttft_s"): 1,
+        ("gpt-oss-120b", "H100", "aggregated", "tpot_s"): 1,
+        ("llama-3-70b", "L4", "prefill", "layer_time_s"): 2,
+        ("llama-3-70b", "L4", "decode", "layer_time_s"): 2,
+    }
+    assert all(row["target_median_frac"] is None for row in document["targets"])
+    assert run(["ledger", "--runs", str(runs)]) == 0
+    assert "own runs, vllm on H100" in capsys.readouterr().out
+    for text, message in (
+        ("a,b\n", "runs.csv:1: columns are a,b"),
+        (f"{header}x\n", "runs.csv:2: 1 cells, 9 are due"),
+        (f"{header}gpt-oss-120b,,H100,2,1024,1024,16,nan,0.008\n", "runs.csv:2: ttft_s is 'nan'"),
+        (f"{header}nobody,,H100,2,1024,1024,16,1,0.008\n", "runs.csv:2: unknown model 'nobody'"),
+        (f"{header}gpt-oss-120b,,H100,3,1024,1024,16,1,0.008\n", "runs.csv:2.tp: gpt-oss-120b cannot be split"),
+    ):
+        runs.write_text(text, encoding="utf-8")
+        assert run(["ledger", "--runs", str(runs)]) == 2
+        assert message in capsys.readouterr().err
