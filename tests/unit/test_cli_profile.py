@@ -1,0 +1,169 @@
+"""The commands of profiles and ledgers: what they take, refuse, show and write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coral_core.cli.entry import run
+
+CSV = """phase,tp,requests,tokens,layer_ms,fixed_ms,cv_frac
+prefill,1,1,500,25,1,0.01
+prefill,1,1,1000,45,1,0.01
+decode,1,1,1000,9,1,
+decode,1,16,1000,12,1,0.03
+"""
+
+
+def imported(file: Path, store: Path, *more: str) -> int:
+    asked = ["profile", "import", str(file), "--model", "meta-llama/Llama-3.3-70B-Instruct", "--config", "g6.xlarge"]
+    return run(
+        [*asked, "--engine", "vllm", "--version", "0.32.0", "--source", "test", "--store", f"file://{store}", *more]
+    )
+
+
+def test_import_show_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, store = tmp_path / "times.csv", tmp_path / "store"
+    file.write_text(CSV, encoding="utf-8")
+    assert imported(file, store, "--dry-run") == 0
+    assert "4 times of llama-3-70b on g6.xlarge: checked, not stored" in capsys.readouterr().out
+    assert imported(file, store, "--flag", "--enforce-eager", "--json") == 0
+    key = json.loads(capsys.readouterr().out)["key"]
+    url = ["--store", f"file://{store}"]
+    assert run(["profile", "list", *url, "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)
+    assert (row["key"], row["flags"], row["kind"]) == (key, ["--enforce-eager"], "measured")
+    assert run(["profile", "list", *url]) == 0
+    chart = tmp_path / "chart.svg"
+    assert run(["profile", "show", key, *url, "--chart", str(chart)]) == 0
+    assert "(measured)" in capsys.readouterr().out
+    assert chart.read_text(encoding="utf-8").startswith("<svg")
+    assert run(["profile", "show", key, *url, "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert [point["layer_s"] for point in points] == pytest.approx([0.025, 0.045, 0.009, 0.012])
+    assert run(["profile", "compare", key, *url, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {(row["phase"], row["n"]) for row in rows} == {("prefill", 2), ("decode", 2)}
+    assert run(["profile", "compare", key, key, *url, "--json"]) == 0
+    assert all(row["p90_abs_error_frac"] == 0 for row in json.loads(capsys.readouterr().out)["rows"])
+    assert run(["profile", "compare", key, *url]) == 0
+    assert "estimates (predicted) against" in capsys.readouterr().out
+    assert run(["profile", "show", "profiles/none", *url]) == 2
+    assert "unknown profile 'profiles/none'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (CSV.replace("phase,", "kind,"), "times.csv:1: columns are kind"),
+        (CSV.replace("decode,1,16", "decode,x,16"), "times.csv:5: tp is 'x', must be a number"),
+        (CSV.replace("decode,1,16", "both,1,16"), "times.csv:5: phase is 'both'"),
+        (CSV.replace(",0.03", ""), "times.csv:5: 6 cells, 7 are due"),
+        (CSV.replace("1000,12,", "1000,nan,"), "times.csv: row 4: layer_s is nan"),
+        (CSV.replace("1000,12,", "1000,0.01,"), "times.csv: row 4: layer_s is 1e-05, but L4's peaks allow no less"),
+        ("", "times.csv:1: columns are"),
+    ],
+)
+def test_bad_tables_are_refused_with_their_rows(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "times.csv"
+    file.write_text(text, encoding="utf-8")
+    assert imported(file, tmp_path / "store") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+def test_layer_time_tables_are_taken_with_what_they_do_not_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, store = tmp_path / "table.csv", tmp_path / "store"
+    rows = ["model,node,phase,x,time_ms_per_layer,x_meaning", "m,l4,prompt,500,25,tokens", "m,l4,decode,4,9,requests"]
+    file.write_text("\n".join(rows), encoding="utf-8")
+    assert imported(file, store) == 2
+    assert "say whose rows count: --rows-of, --node and --context" in capsys.readouterr().err
+    whose = ["--rows-of", "m", "--node", "l4", "--context", "800"]
+    assert imported(file, store, *whose, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["points"] == 2
+    assert imported(file, store, *whose[:3], "l9", *whose[4:]) == 4
+
+
+def test_fit_needs_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profile", "fit", "--data", str(tmp_path), "--out", str(tmp_path / "none")]) == 2
+    assert run(["profile", "fit", "--data", str(tmp_path)]) == 4
+    assert "there is no" in capsys.readouterr().err
+
+
+def test_fit_writes_the_tables(reference_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profile", "fit", "--data", str(reference_data), "--out", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {path.name for path in tmp_path.iterdir()} == set(document["tables"])
+    assert {row["what"] for row in document["factors"]} >= {"kernel_overhead_s", "H100 mxfp4 peak_frac"}
+
+
+def test_own_measurements_have_a_ledger_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, store = tmp_path / "times.csv", tmp_path / "store"
+    file.write_text(CSV, encoding="utf-8")
+    assert imported(file, store) == 0
+    runs = tmp_path / "runs.csv"
+    header = "model,dtype,gpu,tp,input_tokens,output_tokens,concurrency,ttft_s,tpot_s\n"
+    runs.write_text(f"{header}openai/gpt-oss-120b,,h100_sxm,2,1024,1024,16,0.09,0.008\n", encoding="utf-8")
+    capsys.readouterr()
+    url = ["--store", f"file://{store}"]
+    assert run(["ledger", "--runs", str(runs), "--profiles", *url, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    found = {(row["model"], row["gpu"], row["phase"], row["metric"]): row["n"] for row in document["entries"]}
+    assert found == {
+        ("gpt-oss-120b", "H100", "aggregated", "ttft_s"): 1,
+        ("gpt-oss-120b", "H100", "aggregated", "tpot_s"): 1,
+        ("llama-3-70b", "L4", "prefill", "layer_time_s"): 2,
+        ("llama-3-70b", "L4", "decode", "layer_time_s"): 2,
+    }
+    assert all(row["target_median_frac"] is None for row in document["targets"])
+    assert run(["ledger", "--runs", str(runs)]) == 0
+    assert "own runs, vllm on H100" in capsys.readouterr().out
+    for text, message in (
+        ("a,b\n", "runs.csv:1: columns are a,b"),
+        (f"{header}x\n", "runs.csv:2: 1 cells, 9 are due"),
+        (f"{header}gpt-oss-120b,,H100,2,1024,1024,16,nan,0.008\n", "runs.csv:2: ttft_s is 'nan'"),
+        (f"{header}nobody,,H100,2,1024,1024,16,1,0.008\n", "runs.csv:2: unknown model 'nobody'"),
+        (f"{header}gpt-oss-120b,,H100,3,1024,1024,16,1,0.008\n", "runs.csv:2.tp: gpt-oss-120b cannot be split"),
+    ):
+        runs.write_text(text, encoding="utf-8")
+        assert run(["ledger", "--runs", str(runs)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_ledger_is_written_for_people(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], reference_data: Path
+) -> None:
+    page, tables = tmp_path / "ledger.html", tmp_path / "ledger.md"
+    assert run(["ledger", "--data", str(reference_data), "--report", str(page), "--markdown", str(tables)]) == 0
+    shown = capsys.readouterr().out
+    assert "Entries, the worst first (predicted against measured)" in shown
+    assert "no model is scored with costs fitted to its own runs" in shown
+    html, text = page.read_text(encoding="utf-8"), tables.read_text(encoding="utf-8")
+    assert "TPOT: median error (predicted against measured)" in html
+    assert html.count("<svg") >= 5
+    assert "| serving, vLLM on H100 and H200 | TPOT | 336 |" in text
+    assert run(["ledger", "--data", str(reference_data), "--markdown", str(tmp_path / "none" / "x.md")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_own_ledgers_claim_no_folds() -> None:
+    from coral_core.report.ledger_report import ledger_charts, ledger_notes, ledger_tables
+    from tasks.ledger import Compared, ledger_document
+
+    one = Compared(
+        group="own runs", engine="", model="m", gpu="X", phase="decode", metric="tpot_s", predicted=1.2, measured=1.0
+    )
+    document = ledger_document([one], {"not known": 2}, 0, held_out=False)
+    assert ledger_notes(document)[1:] == ["predicted with the factors that ship"]
+    groups, entries = ledger_tables(document)
+    assert groups.rows == [("own runs", "TPOT", 1, "20.0%", "20.0%", "-", "-")] or groups.rows[0][5] in {None, "-"}
+    assert entries.rows[0][:6] == ("m", "X", "decode", "TPOT", "kernels", 1)
+    assert entries.rows[0][-1] == "+20%"
+    [chart] = ledger_charts(document)
+    assert chart.bars[0].parts["median error"] == pytest.approx(20)
