@@ -27,13 +27,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coral_core.domain import model_math
 from coral_core.domain.hardware import Gpu
 from coral_core.domain.models import ModelShape
 from coral_core.domain.workload import Lengths
 from coral_core.errors import DataGapError, InputError, NoSolutionError
 from coral_core.perf import memory
 from coral_core.perf.assumptions import CapacityAssumptions
+from coral_core.perf.capacity import runs_variant
 from coral_core.perf.factors import EngineCosts, Factors, load_engine_costs, load_factors
 from coral_core.perf.roofline import Step, computes_in_8_bits, layer_kernels, layer_time, mean_context_tokens
 from coral_core.perf.search import tp_runs
@@ -208,7 +208,8 @@ def _check(point: ServingPoint, factors: Factors) -> None:
     ):
         if not math.isfinite(value) or value < 1:
             raise InputError(f"{value!r} is not a number of at least 1", where=where)
-    model_math.variant_of(point.shape, point.variant)
+    if not runs_variant(point.shape, point.variant, point.gpu):
+        raise InputError(f"{point.gpu.name} has no kernels for {point.variant}", where="dtype")
     if not tp_runs(point.shape, point.tp):
         raise InputError(f"{point.shape.name} cannot be split over {point.tp} GPUs", where="tp")
     if point.tp > 1 and (point.gpu.name, point.tp) not in factors.all_reduce:

@@ -45,6 +45,7 @@ def point(**changes: object) -> ServingPoint:
         ({"tp": 3}, InputError, "tp: gpt-oss-120b cannot be split over 3 GPUs"),
         ({"tp": 16}, DataGapError, "tp: no all-reduce of 16 x H100 is known"),
         ({"variant": "int9"}, InputError, "has no variant 'int9'"),
+        ({"gpu": load_gpus()["T4"]}, InputError, "dtype: T4 has no kernels for mxfp4"),
         ({"tp": 1, "variant": "bf16"}, NoSolutionError, "does not fit 1 x H100"),
     ],
 )
@@ -87,7 +88,9 @@ def test_a_prediction_says_what_it_rests_on() -> None:
 
 
 def test_errors_above_the_whole_have_no_upper_bound() -> None:
-    error = ErrorBar(gpu="x", phase="aggregated", metric="ttft_s", n=3, median_frac=0.5, p90_frac=1.5, p90_slower_frac=0.0)
+    error = ErrorBar(
+        gpu="x", phase="aggregated", metric="ttft_s", n=3, median_frac=0.5, p90_frac=1.5, p90_slower_frac=0.0
+    )
     assert Bar(error=error, basis="").bounds(1.0) == (0.4, None)
 
 
