@@ -1,245 +1,41 @@
-"""Runs the stage runtime with real vLLM, in the engine's environment: `python stage_driver.py MODEL FIRST_PORT SCENARIO...`, a JSON line each.
+"""Runs the stage runtime with real vLLM, in the engine's environment: `python stage_driver.py MODEL SCENARIO...`, a JSON line each.
 
-vLLM is imported once; every scenario is a fork of that, its nodes are forks again, and all of them end with it.
+In the environment of `stage_internals.ENVIRONMENT`. vLLM is imported once; every scenario is a fork of that, its nodes are forks again, and all of them end with it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import inspect
 import json
 import os
 import queue
 import random
 import signal
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60",
-}
-os.environ.update(ENVIRONMENT)
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 
-import torch  # noqa: E402 - after the environment that it reads
-
-torch.set_num_threads(1)
-
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.config import KVTransferConfig  # noqa: E402
-from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
-
-# What nodes would import, once for all of them.
-for _module in ("model_executor.models.qwen3", "v1.worker.cpu_model_runner", "v1.worker.cpu_worker", "v1.engine.core"):
-    importlib.import_module(f"vllm.{_module}")
-
-from coral_core.engine.plugin import stage_executor, stage_node  # noqa: E402
-from coral_core.engine.plugin.stage_rank import end_with_parent  # noqa: E402
-from coral_core.engine.plugin.stage_wire import Hub, Link, Wire, keys_for  # noqa: E402
-
-BLOCK_TOKENS = 32
-LAYER_BLOCK_BYTES = 2 * 2 * 32 * BLOCK_TOKENS * 4
-REQUESTS = 32
-INTERNALS = (
-    "vllm.v1.engine.core:EngineCore.__init__",
-    "vllm.v1.engine.core:EngineCore._initialize_kv_caches",
-    "vllm.v1.engine.core:EngineCore.step",
-    "vllm.v1.engine.core:EngineCore.step_with_batch_queue",
-    "vllm.v1.executor.abstract:Executor",
-    "vllm.config.vllm:VllmConfig.max_concurrent_batches",
-    "vllm.v1.core.sched.output:SchedulerOutput",
-    "vllm.v1.core.sched.output:NewRequestData",
-    "vllm.v1.core.sched.output:CachedRequestData",
-    "vllm.v1.core.sched.scheduler:Scheduler.__init__",
-    "vllm.v1.core.sched.scheduler:Scheduler.schedule",
-    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request",
-    "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule",
-    "vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data",
-    "vllm.v1.core.sched.scheduler:Scheduler.finish_requests",
-    "vllm.v1.core.sched.scheduler:Scheduler._free_request",
-    "vllm.v1.core.sched.scheduler:Scheduler._request_blocks_can_be_freed",
-    "vllm.v1.core.sched.scheduler:Scheduler._free_request_blocks",
-    "vllm.v1.core.sched.scheduler:Scheduler._update_from_kv_xfer_finished",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.free",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.pop_blocks_for_free",
-    "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks",
-    "vllm.v1.core.block_pool:BlockPool.free_blocks",
-    "vllm.v1.core.kv_cache_utils:get_kv_cache_configs",
-    "vllm.v1.outputs:ModelRunnerOutput",
-    "vllm.v1.worker.worker_base:WorkerWrapperBase",
-    "vllm.v1.worker.gpu_worker:init_worker_distributed_environment",
-    "vllm.v1.worker.gpu_worker:Worker.execute_model",
-    "vllm.v1.worker.cpu_worker:CPUWorker.init_device",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._preprocess",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sync_and_gather_intermediate_tensors",
-    "vllm.distributed.parallel_state:GroupCoordinator.is_first_rank",
-    "vllm.distributed.parallel_state:GroupCoordinator.is_last_rank",
-    "vllm.distributed.parallel_state:ensure_model_parallel_initialized",
-    "vllm.distributed.utils:get_pp_indices",
+from coral_core.engine.plugin import stage_wire
+from coral_core.engine.plugin.stage_rank import end_with_parent
+from coral_core.engine.plugin.stage_wire import Hub, Link, Wire, keys_for
+from tests.fakes.stage_engine import (
+    LAYOUTS,
+    REQUESTS,
+    Engine,
+    Stages,
+    add_all,
+    add_special,
+    params_of,
+    prompt_of,
 )
-
-Stages = list[tuple[int, dict[str, float]]]
-LAYOUTS: dict[str, Stages] = {
-    "1x2": [(4, {"a": 1}), (4, {"b": 1})],
-    "2-1": [(5, {"a": 1, "b": 2}), (3, {"c": 1})],
-    "2-3": [(4, {"a": 2, "b": 1}), (4, {"c": 1, "d": 1, "e": 2})],
-    "1-2-1": [(2, {"a": 1}), (5, {"b": 1, "c": 2}), (1, {"d": 1})],
-    "uneven": [(1, {"a": 1}), (7, {"b": 3, "c": 2})],
-}
-
-
-class Engine:
-    """vLLM in this process, over nodes of its own if there are stages; steps are taken one by one."""
-
-    def __init__(self, model: str, port: int, stages: Stages | None = None, **options: Any) -> None:
-        self.pids: dict[str, int] = {}
-        nodes: dict[str, dict[str, Any]] = options.pop("nodes", {})
-        others: dict[str, Any] = {}
-        if stages is not None:
-            layout = {
-                "stages": [
-                    {
-                        "layers": layers,
-                        "nodes": [
-                            {"name": name, "throughput": weight, **nodes.get(name, {})} for name, weight in own.items()
-                        ],
-                    }
-                    for layers, own in stages
-                ],
-                "listen": f"127.0.0.1:{port}",
-                **options.pop("layout", {}),
-            }
-            for name in () if options.pop("no_nodes", False) else [name for _, own in stages for name in own]:
-                self.pids[name] = fork_node(name, str(layout["listen"]), layout.get("key_file"))
-            others = {
-                "distributed_executor_backend": stage_executor.StageExecutor,
-                "additional_config": {"coral_stages": layout},
-            }
-        blocks = options.pop("blocks_of_8_layers", 1000)
-        settings = {
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 512,
-            "block_size": BLOCK_TOKENS,
-            "kv_cache_memory_bytes": blocks * 8 * LAYER_BLOCK_BYTES,
-            "disable_log_stats": False,
-            "enable_prefix_caching": False,
-            "max_num_seqs": 64,
-            "max_num_batched_tokens": 64,
-        }
-        self.llm = LLM(model=model, **{**settings, **others, **options})
-        self.engine = self.llm.llm_engine
-        self.core = self.engine.engine_core.engine_core
-        self.tokens: dict[str, list[int]] = {}
-        self.ends: dict[str, tuple[str | None, Any]] = {}
-        self.offers: dict[str, dict[str, Any]] = {}
-        self.prompt_logprobs: dict[str, list[Any]] = {}
-
-    def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
-        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
-
-    def steps(self) -> Iterator[int]:
-        """Until all requests have ended; the number of the step."""
-        number = 0
-        while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                self.tokens[output.request_id] = list(output.outputs[0].token_ids)
-                if output.finished:
-                    self.prompt_logprobs[output.request_id] = [
-                        None if at is None else {token: round(one.logprob, 3) for token, one in at.items()}
-                        for at in output.prompt_logprobs or ()
-                    ]
-                    self.offers[output.request_id] = output.kv_transfer_params or {}
-                    self.ends[output.request_id] = (output.outputs[0].finish_reason, output.outputs[0].stop_reason)
-            number += 1
-            yield number
-
-    def run(self) -> None:
-        for _ in self.steps():
-            pass
-        self.settle()
-
-    def settle(self) -> None:
-        """Let the nodes hear of the last requests' end."""
-        for _ in range(3):
-            self.core.step_fn()
-
-    def metric(self, name: str) -> float:
-        return float(sum(metric.value for metric in self.llm.get_metrics() if metric.name == name))
-
-    def left_behind(self) -> dict[str, float]:
-        """KV blocks still held, by the scheduler and by each node; what is not 0."""
-        held = {"scheduler": self.core.scheduler.get_kv_cache_usage(), **self.core.model_executor.blocks_in_use()}
-        return {where: count for where, count in held.items() if count}
-
-
-def fork_node(name: str, engine: str, key_file: str | None) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        end_with_parent()
-        stage_node.main(["--name", name, "--engine", engine, *(["--key-file", key_file] if key_file else [])])
-    except BaseException:  # noqa: BLE001 - a fork must not return into its parent's code
-        traceback.print_exc()
-    os._exit(0)
-
-
-def prompt_of(number: int) -> list[int]:
-    dice = random.Random(number)
-    return [dice.randrange(5, 1000) for _ in range(dice.randrange(5, 150))]
-
-
-def params_of(number: int) -> SamplingParams:
-    """Greedy, save a few that show what else must come out the same."""
-    dice = random.Random(1000 + number)
-    params = SamplingParams(temperature=0.0, max_tokens=dice.randrange(4, 60), ignore_eos=True)
-    match number % 16:
-        case 3:
-            params.repetition_penalty = 1.3
-        case 7:
-            params.presence_penalty, params.stop_token_ids = 0.7, [11, 12, 13]
-        case 11:
-            params.logprobs = 2
-    return params
-
-
-def special(number: int) -> SamplingParams:
-    """What else goes along with a request."""
-    params = SamplingParams(temperature=0.0, max_tokens=16)
-    if number % 2:
-        params.prompt_logprobs = 1
-    else:
-        params.structured_outputs = StructuredOutputsParams(regex="[0-9]{3}-[a-f]{4}")
-    return params
-
-
-def add_special(engine: Engine) -> None:
-    for number in range(8):
-        engine.add(f"s{number}", prompt_of(200 + number), special(number))
-
-
-def add_all(engine: Engine, count: int = REQUESTS) -> None:
-    for number in range(count):
-        engine.add(f"r{number}", prompt_of(number), params_of(number))
+from tests.fakes.stage_internals import INTERNALS, digest
 
 
 def plain(model: str, port: int) -> dict[str, Any]:
@@ -352,7 +148,7 @@ def prefill_decode(model: str, port: int) -> dict[str, Any]:
 
     decode_stages: Stages = [(2, {"u": 1}), (5, {"v": 1, "w": 2}), (1, {"x": 1})]
     prefill = engine(port, LAYOUTS["2-1"], "kv_producer")
-    decode = engine(port + 100, decode_stages, "kv_consumer")
+    decode = engine(free_port(), decode_stages, "kv_consumer")
     for number in range(REQUESTS):
         params = params_of(number)
         params.max_tokens = 1
@@ -394,22 +190,49 @@ def pace(model: str, port: int) -> dict[str, Any]:
     os.environ["CORAL_NODE_DELAY_MS"] = ",".join(f"{name}={delay}" for name, delay in delays.items())
     nodes = {name: {"max_num_seqs": BATCH} for name in delays}
     engine = Engine(model, port, PACE_STAGES, nodes=nodes, layout={"silence_s": 15.0})
+    measured = paced(engine)
+    engine.settle()
+    return measured | {
+        "predicted_tokens_per_s": 1000 * min(sum(BATCH / delays[name] for name in own) for _, own in PACE_STAGES),
+        "chain_tokens_per_s": 1000 * BATCH / best_chain_ms(list(LAYER_MS.values()), 8),
+        "left_behind": engine.left_behind(),
+    }
+
+
+def chain(model: str, port: int) -> dict[str, Any]:
+    """Tokens/s of the best chain of the same nodes on stock vLLM's own pipeline: stages of 4, 2, 2 layers on a, b, c.
+
+    vLLM bounds requests, not requests per step: BATCH for each stage, of which there are as many steps in flight.
+    """
+    del port
+    layers = {"a": 4, "b": 2, "c": 2}
+    os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, layers.values()))
+    os.environ["CORAL_STAGE_DELAY_MS"] = ",".join(str(count * LAYER_MS[name]) for name, count in layers.items())
+    engine = Engine(
+        model,
+        0,
+        pipeline_parallel_size=len(layers),
+        distributed_executor_backend="mp",
+        worker_cls="tests.fakes.slow_worker.SlowWorker",
+        max_num_seqs=BATCH * len(layers),
+    )
+    return paced(engine) | {"chain_tokens_per_s": 1000 * BATCH / best_chain_ms(list(LAYER_MS.values()), 8)}
+
+
+def paced(engine: Engine) -> dict[str, Any]:
+    """Tokens/s between a fifth and four fifths of all tokens, and over all of the time."""
     requests, each = 64, 24
     for number in range(requests):
         params = SamplingParams(temperature=0.0, max_tokens=each, ignore_eos=True)
         engine.add(f"r{number}", prompt_of(number)[:8], params)
     samples = [(time.monotonic(), 0)]
     samples += ((time.monotonic(), sum(map(len, engine.tokens.values()))) for _ in engine.steps())
-    engine.settle()
     whole = requests * each
     steady = [sample for sample in samples if 0.2 * whole <= sample[1] <= 0.8 * whole]
     (began, before), (ended, after) = steady[0], steady[-1]
     return {
         "measured_tokens_per_s": (after - before) / (ended - began),
-        "predicted_tokens_per_s": 1000 * min(sum(BATCH / delays[name] for name in own) for _, own in PACE_STAGES),
-        "chain_tokens_per_s": 1000 * BATCH / best_chain_ms(list(LAYER_MS.values()), 8),
         "overall_tokens_per_s": whole / (samples[-1][0] - samples[0][0]),
-        "left_behind": engine.left_behind(),
     }
 
 
@@ -456,29 +279,46 @@ def refusals(model: str, port: int) -> dict[str, Any]:
 
 
 def stranger(model: str, port: int) -> dict[str, Any]:
-    """A hub with the fleet's key hears members, and nobody with another key or none."""
+    """A hub with the fleet's key hears members, and nobody with another key or none; a member ends after its engine has."""
     folder = Path(os.environ["STAGE_DRIVER_FOLDER"])
-    heard: dict[str, bool] = {}
-    own = folder / "own.key"
-    own.write_text("0" * 64)
-    other = folder / "other.key"
-    other.write_text("1" * 64)
+    files = {"none": None, "other": folder / "other.key", "own": folder / "own.key"}
+    for name in ("other", "own"):
+        (folder / f"{name}.key").write_text(name.ljust(64, "."))
+    # Before this process has threads.
+    members = {name: fork_member(port, name, key_file) for name, key_file in files.items()}
+    heard = dict.fromkeys(files, False)
     hub = Hub(
         host="127.0.0.1",
         port=port,
-        keys=keys_for("127.0.0.1", str(own)),
-        nodes=["none", "other", "own"],
+        keys=keys_for("127.0.0.1", str(files["own"])),
+        nodes=files,
         silence_s=60.0,
         on_lost=lambda *_: None,
     )
-    for name, key_file in {"none": None, "other": str(other), "own": str(own)}.items():
-        link = Link(wire=Wire(keys_for("127.0.0.1", key_file)), address=f"tcp://127.0.0.1:{port}", name=name)
-        link.send("hello", {})
+    until = time.monotonic() + 8.0
+    while time.monotonic() < until:
         try:
-            heard[name] = hub.events.get(timeout=3.0)[0] == name
+            heard[hub.events.get(timeout=1.0)[0]] = True
         except queue.Empty:
-            heard[name] = False
-    return {"heard": heard}
+            continue
+    hub.close()
+    exit_code = os.waitstatus_to_exitcode(os.waitpid(members["own"], 0)[1])
+    for name in ("none", "other"):
+        os.kill(members[name], signal.SIGKILL)
+    return {"heard": heard, "orphan_exit": exit_code}
+
+
+def fork_member(port: int, name: str, key_file: Path | None) -> int:
+    """A node that only says hello, to a hub that may come later; it waits less long for its engine than others."""
+    pid = os.fork()
+    if not pid:
+        end_with_parent()
+        stage_wire.ENGINE_SILENCE_S = 3.0
+        keys = keys_for("127.0.0.1", str(key_file) if key_file else None)
+        Link(wire=Wire(keys), address=f"tcp://127.0.0.1:{port}", name=name).send("hello", {})
+        time.sleep(120.0)
+        os._exit(0)
+    return pid
 
 
 def internals(model: str, port: int) -> dict[str, Any]:
@@ -489,20 +329,12 @@ def internals(model: str, port: int) -> dict[str, Any]:
     }
 
 
-def digest(name: str) -> str:
-    module, _, path = name.partition(":")
-    thing: Any = importlib.import_module(module)
-    for part in path.split("."):
-        thing = inspect.getattr_static(thing, part)
-    thing = inspect.unwrap(getattr(thing, "fget", None) or thing)
-    return hashlib.sha256(inspect.getsource(thing).encode()).hexdigest()[:12]
-
-
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     "plain": plain,
     **{name: layout(name) for name in LAYOUTS},
     "kills": kills,
     "pace": pace,
+    "chain": chain,
     "prefill-decode": prefill_decode,
     "two-gpus": two_gpus,
     "refusals": refusals,
@@ -511,12 +343,23 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
+def free_port() -> int:
+    """One that nobody has, and that the system gives nobody by itself."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
 def main() -> None:
-    model, port, *names = sys.argv[1:]
-    base = int(port)
+    model, *names = sys.argv[1:]
     results = os.fdopen(os.dup(1), "w")  # vLLM logs to the standard output
     os.dup2(2, 1)
-    for number, name in enumerate(names):
+    for name in names:
         pid = os.fork()
         if pid:
             os.waitpid(pid, 0)
@@ -526,7 +369,7 @@ def main() -> None:
         try:
             signal.alarm(240)
             which, _, seed = name.partition(":")
-            result = SCENARIOS[which](model, base + number, *([int(seed)] if seed else []))
+            result = SCENARIOS[which](model, free_port(), *([int(seed)] if seed else []))
         except BaseException:  # noqa: BLE001 - the parent goes on with the next scenario
             result = {"failed": traceback.format_exc()}
         wall_s, cores = time.monotonic() - began, os.times()

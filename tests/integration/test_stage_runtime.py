@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -12,54 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.stage_internals import ENVIRONMENT, INTERNALS
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 LAYOUTS = ("1x2", "2-1", "2-3", "1-2-1", "uneven")
 SCENARIOS = ("internals", "stranger", "refusals", "plain", *LAYOUTS, "prefill-decode", "kills:1", "pace")
-
-INTERNALS = {
-    "vllm.v1.engine.core:EngineCore.__init__": "a828c07af25a",
-    "vllm.v1.engine.core:EngineCore._initialize_kv_caches": "47b605622969",
-    "vllm.v1.engine.core:EngineCore.step": "a02d17986fb7",
-    "vllm.v1.engine.core:EngineCore.step_with_batch_queue": "a905a2e1c445",
-    "vllm.v1.executor.abstract:Executor": "bfc8a1dd0f62",
-    "vllm.config.vllm:VllmConfig.max_concurrent_batches": "134b00e18e9f",
-    "vllm.v1.core.sched.output:SchedulerOutput": "97fb4463a2ed",
-    "vllm.v1.core.sched.output:NewRequestData": "aa136aaeddfe",
-    "vllm.v1.core.sched.output:CachedRequestData": "b0a215b04012",
-    "vllm.v1.core.sched.scheduler:Scheduler.__init__": "c02680245672",
-    "vllm.v1.core.sched.scheduler:Scheduler.schedule": "da4f2cf2fc39",
-    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": "85b29db96051",
-    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": "4113f5de8a84",
-    "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule": "2b527eb8070d",
-    "vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data": "8aeb1dc3ba93",
-    "vllm.v1.core.sched.scheduler:Scheduler.finish_requests": "b7a4ef7b8aa5",
-    "vllm.v1.core.sched.scheduler:Scheduler._free_request": "1b386dca84e6",
-    "vllm.v1.core.sched.scheduler:Scheduler._request_blocks_can_be_freed": "d3dd6fc13e67",
-    "vllm.v1.core.sched.scheduler:Scheduler._free_request_blocks": "f967ef091154",
-    "vllm.v1.core.sched.scheduler:Scheduler._update_from_kv_xfer_finished": "98d49f74d399",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": "8c60d937fd9e",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.free": "6ee26cbc5b6f",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.pop_blocks_for_free": "9d152d7c6b72",
-    "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": "c97ea366f52b",
-    "vllm.v1.core.block_pool:BlockPool.free_blocks": "f12f94bc787c",
-    "vllm.v1.core.kv_cache_utils:get_kv_cache_configs": "6154002c9d69",
-    "vllm.v1.outputs:ModelRunnerOutput": "b936f7c6940f",
-    "vllm.v1.worker.worker_base:WorkerWrapperBase": "3050ac6f4b4d",
-    "vllm.v1.worker.gpu_worker:init_worker_distributed_environment": "b8ecedb6d9f6",
-    "vllm.v1.worker.gpu_worker:Worker.execute_model": "782126ba48e7",
-    "vllm.v1.worker.cpu_worker:CPUWorker.init_device": "11721464aeb0",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states": "326599f31b27",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": "e058bf791a29",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": "047e6a4738de",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._preprocess": "c9dda92faeb3",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sync_and_gather_intermediate_tensors": "ab853c8015d4",
-    "vllm.distributed.parallel_state:GroupCoordinator.is_first_rank": "1fa0960b2e7a",
-    "vllm.distributed.parallel_state:GroupCoordinator.is_last_rank": "0cedd370b25f",
-    "vllm.distributed.parallel_state:ensure_model_parallel_initialized": "b253677203db",
-    "vllm.distributed.utils:get_pp_indices": "b019144ef4ec",
-}
-"""What `stage_driver.internals` finds in vLLM 0.32.0."""
 
 Result = dict[str, Any]
 
@@ -68,11 +25,8 @@ def drive(
     engine_python: Path, tiny_model: Path, folder: Path, scenarios: tuple[str, ...], limit_s: float
 ) -> dict[str, Result]:
     """The scenarios' results by name; where the driver was ended or died, those that it had."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = min(probe.getsockname()[1], 60000)
-    driver = Path(__file__).parents[1] / "fakes/stage_driver.py"
-    command = [engine_python, driver, tiny_model, str(port), *scenarios]
+    root = Path(__file__).parents[2]
+    command = [engine_python, root / "tests/fakes/stage_driver.py", tiny_model, *scenarios]
     log = folder / "driver.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -80,7 +34,7 @@ def drive(
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env={**os.environ, "STAGE_DRIVER_FOLDER": str(folder)},
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(root), "STAGE_DRIVER_FOLDER": str(folder)},
             start_new_session=True,
         )
         try:
@@ -185,6 +139,10 @@ def test_a_killed_node_fails_its_requests_alone_and_a_stage_without_nodes_fails_
 
 def test_only_members_of_the_fleet_reach_an_engine(results):
     assert results["stranger"]["heard"] == {"none": False, "other": False, "own": True}
+
+
+def test_a_node_whose_engine_is_gone_ends_itself(results):
+    assert results["stranger"]["orphan_exit"] == 3
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,12 @@ class StageExecutor(Executor):
 
     def _note_lost(self, node: str, reason: str) -> None:
         """Called by the hub's thread, so also while the engine idles."""
-        if not self._status.lose(node, reason) and self._on_failure is not None:
+        try:
+            whole = self._status.lose(node, reason)
+        except OSError:
+            logger.exception("the status file cannot be written, nobody hears of node %s", node)
+            whole = self._status.whole
+        if not whole and self._on_failure is not None:
             self._on_failure()
 
     def collective_rpc(

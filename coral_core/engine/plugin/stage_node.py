@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 import zmq
 from vllm.config import VllmConfig
-from vllm.utils.network_utils import get_distributed_init_method, get_open_port
+from vllm.utils.network_utils import get_file_store_init_method
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.version import __version__ as vllm_version
@@ -95,7 +95,7 @@ class StageNode:
             stage=stage,
             layers=layout.layers,
             rank=0,
-            init_method=get_distributed_init_method("127.0.0.1", get_open_port()),
+            init_method=get_file_store_init_method(),
         )
         self._ranks = Ranks(config, seat)
         scheduler = config.scheduler_config

@@ -246,18 +246,18 @@ class Status:
     """Writes how much of the instance is left where its agent reads it; used by the hub's thread."""
 
     def __init__(self, layout: Layout) -> None:
+        self.whole = True
         self._bindings = Bindings(layout)
         self._file = FilePath(layout.status_file) if layout.status_file else None
 
     def lose(self, node: str, reason: str) -> bool:
-        """Note a lost node; False where its stage has none left."""
-        whole = True
+        """Note a lost node; False where a stage has none left. OSError where the file cannot be written."""
         try:
             self._bindings.lose(node, reason)
         except StageLostError:
-            whole = False
-        self.write("degraded" if whole else "failed")
-        return whole
+            self.whole = False
+        self.write("degraded" if self.whole else "failed")
+        return self.whole
 
     def write(self, state: str) -> None:
         """`state`: ready, degraded or failed; `weight_frac`: the share of its throughput that is left."""
