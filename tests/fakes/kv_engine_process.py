@@ -55,16 +55,16 @@ class Engine:
     def __init__(self, name: str, log: Path, commands: TextIO, answers: TextIO) -> None:
         self.name = name
         self._log, self._commands, self._answers = log, commands, answers
-        self._pid = 0
+        self.pid = 0
 
     def ready(self) -> Self:
         """Once it has started."""
-        self._pid = self._answer()["ready"]
+        self.pid = self._answer()["ready"]
         return self
 
     def kill(self) -> None:
         """End it and its workers at once."""
-        os.killpg(self._pid, signal.SIGKILL)
+        os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End it in an orderly way."""
@@ -120,23 +120,24 @@ class Engine:
 
 @contextmanager
 def engines(python: Path, folder: Path, specs: Mapping[str, dict[str, Any]]) -> Iterator[dict[str, Engine]]:
-    """Engines by name, once all are ready; `specs`: vLLM's arguments for each, and `layers` for a pipeline's stages."""
+    """Engines by name, once all are ready; `specs`: vLLM's arguments for each, `layers` of its stages, `ranks` of a stage, `environment`."""
     ours: dict[str, Engine] = {}
     theirs = []
     fds: list[int] = []
     for name, spec in specs.items():
-        given, layers = dict(spec), spec.get("layers", (8,))
-        given.pop("layers", None)
-        if len(layers) > 1:
+        given = dict(spec)
+        layers, ranks = given.pop("layers", (8,)), given.pop("ranks", 1)
+        if len(layers) * ranks > 1:
             given |= {
                 "pipeline_parallel_size": len(layers),
+                "tensor_parallel_size": ranks,
                 "distributed_executor_backend": "mp",
                 "worker_cls": "coral_core.engine.plugin.cpu_worker.StageWorker",
             }
         (reads, commands), (answers, writes) = os.pipe(), os.pipe()
         fds += [reads, writes]
         log = folder / f"{name}.log"
-        environment = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layers))}
+        environment = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layers)), **given.pop("environment", {})}
         arguments = {**COMMON, **given}
         theirs.append(
             {"arguments": arguments, "environment": environment, "log": str(log), "reads": reads, "writes": writes}

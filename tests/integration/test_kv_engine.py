@@ -17,7 +17,7 @@ import pytest
 
 from tests.fakes.kv_engine_process import PRODUCE, Engine, engines, transfer_config
 
-# Five engines with five workers start for the first test that asks for them.
+# Six engines with seven workers start for the first test that asks for them.
 pytestmark = pytest.mark.timeout(900)
 
 LEASE_S = 60.0
@@ -44,6 +44,7 @@ def fleet(
     specs = {
         "plain": engine("kv_both", 32),
         "two": engine("kv_both", 64, layers=(6, 2)),
+        "wide": engine("kv_both", 96, ranks=2),
         "three": engine("kv_consumer", 32, {"chunk_bytes": 16384, "window_bytes": 262144}, layers=(2, 3, 3)),
         # So small that most of 32 requests wait for blocks.
         "tight": engine("kv_consumer", 128, kv_cache_memory_bytes=16 << 20),
@@ -71,10 +72,18 @@ def offers(engine: Engine, prompts: list[list[int]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("there", "here", "stages"),
-    [("plain", "three", 3), ("two", "three", 3), ("two", "plain", 1), ("two", "tight", 1), ("plain", "two", 2)],
+    ("there", "here", "workers"),
+    [
+        ("plain", "three", 3),
+        ("two", "three", 3),
+        ("two", "plain", 1),
+        ("two", "tight", 1),
+        ("plain", "two", 2),
+        ("wide", "three", 3),
+        ("two", "wide", 2),
+    ],
 )
-def test_tokens_equal_a_plain_engine_s_whatever_the_splits_and_block_sizes(fleet, there, here, stages):
+def test_tokens_equal_a_plain_engine_s_whatever_the_splits_and_block_sizes(fleet, there, here, workers):
     prompts = prompts_of(hash_of(there + here))
     right = plainly(fleet, prompts)
     before = fleet[here].fetches()
@@ -83,7 +92,7 @@ def test_tokens_equal_a_plain_engine_s_whatever_the_splits_and_block_sizes(fleet
     answers = fleet[here].run(name_of(), prompts, params, OUTPUT_TOKENS)
     assert [one["tokens"] for one in answers] == right
     fetched, failed = fleet[here].fetches()
-    assert (fetched - before[0], failed - before[1]) == (stages * len(prompts), 0)
+    assert (fetched - before[0], failed - before[1]) == (workers * len(prompts), 0)
     fleet[here].drained(15.0)
     fleet[there].drained(15.0)  # all said that they are done: no lease had to run out
 
