@@ -33,7 +33,7 @@ from coral_core.engine.launch import launch_plan
 from coral_core.engine.process import EngineProcess, start_engine
 from coral_core.engine.profile_launch import profile_flags, profile_launch
 from coral_core.engine.state import Condition
-from coral_core.errors import MeasurementError
+from coral_core.errors import InputError, MeasurementError
 from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.profile import Profile, ProfileKey
 from coral_core.perf.profiling import Sweep
@@ -111,10 +111,10 @@ class Bench:
     on_step: Callable[[str], object]
     first_port: int
 
-    def run(self) -> tuple[Profile, list[Fidelity]]:
-        """Profile, then serve and simulate each way. Raises MeasurementError; every process is ended."""
+    def run(self, known: Profile | None) -> tuple[Profile, list[Fidelity]]:
+        """Profile where none is `known`, then serve and simulate each way. Raises MeasurementError; every process is ended."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        profile = self.profile()
+        profile = known or self.profile()
         timing = profiled_timing(profile, 1)
         miss = np.abs(timing.error_frac)
         self.on_step(
@@ -145,6 +145,11 @@ class Bench:
             env={_DELAY: self.spec.layer_delay_ms, "OMP_NUM_THREADS": "1"},
         )
         return EngineTerms(device=Device.CPU, models={(MODEL, VARIANT): model}, step_timeout_s=STEP_LIMIT_S)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What of the terms a profile's key holds."""
+        return profile_flags(self.shape, VARIANT, CONFIG, self.terms())
 
     def place(self, number: int) -> NodePlace:
         """Node `number` of this machine, unbound to cores."""
@@ -189,9 +194,8 @@ class Bench:
         """Steps of truncated models, as served."""
         terms = self.terms()
         config = find_config(load_catalog("local"), CONFIG)
-        flags = profile_flags(self.shape, VARIANT, CONFIG, terms)
         key = ProfileKey(
-            model=MODEL, variant=VARIANT, config=CONFIG, engine="vllm", version="of-this-machine", flags=flags
+            model=MODEL, variant=VARIANT, config=CONFIG, engine="vllm", version="of-this-machine", flags=self.flags
         )
         subject = Subject(key=key, shape=self.shape, config=config, depths=self.spec.depths, sweep=self.spec.sweep)
         plan = profile_launch(
@@ -373,9 +377,24 @@ class Bench:
 
 
 def bench_fidelity(
-    spec: FidelitySpec, *, folder: Path, interpreter: Path, on_step: Callable[[str], object] = lambda _: None
+    spec: FidelitySpec,
+    *,
+    folder: Path,
+    interpreter: Path,
+    profile: Profile | None = None,
+    on_step: Callable[[str], object] = lambda _: None,
 ) -> tuple[Profile, list[Fidelity]]:
-    """The profile, and how the simulator does with it. Raises MeasurementError, ServingError."""
+    """The profile (measured first where none is given), and how the simulator does with it.
+
+    Raises InputError for a profile of another model, configuration or engine flags, MeasurementError, ServingError.
+    """
     first = free_ports(1)[0]
     first_port = min(first, 65535 - _NODES * _PORTS)
-    return Bench(spec=spec, folder=folder, interpreter=interpreter, on_step=on_step, first_port=first_port).run()
+    bench = Bench(spec=spec, folder=folder, interpreter=interpreter, on_step=on_step, first_port=first_port)
+    if profile is not None and profile.key.flags != bench.flags:
+        raise InputError(
+            f"was measured with {' '.join(profile.key.flags)}",
+            where="profile",
+            fix=f"served is {' '.join(bench.flags)}",
+        )
+    return bench.run(profile)

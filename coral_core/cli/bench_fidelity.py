@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
 
-from coral_core.cli.options import AsJson
+from coral_core.cli.options import AsJson, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
+from coral_core.cli.work import open_configured_store
 from coral_core.errors import InputError, MeasurementError
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ def fidelity(
     ] = "4,0.02",
     max_cv: Annotated[float, Parameter(help="Coefficient of variation above which the profile refuses steps.")] = 0.25,
     seed: Annotated[int, Parameter(help="Of the trace.")] = 0,
+    profile: Annotated[
+        str | None, Parameter(help="Key of a profile in the store, measured with the same flags; default: measure one.")
+    ] = None,
+    store: StoreUrl = None,
     folder: Annotated[Path | None, Parameter(help="Keep models and logs here; default: a temporary folder.")] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -44,6 +49,7 @@ def fidelity(
     """
     from dataclasses import replace
 
+    from artifacts.profiles import read_profile
     from coral_core.cli.serve_extra import refuse_without
     from coral_core.config.settings import load_settings
 
@@ -71,6 +77,7 @@ def fidelity(
             spec,
             folder=place.absolute(),
             interpreter=load_settings().engine_interpreter(),
+            profile=None if profile is None else read_profile(open_configured_store(store), profile),
             on_step=lambda text: None if as_json else print_note(text),
         )
     if as_json:

@@ -47,7 +47,8 @@ def rounded(value: object) -> object:
 
 def test_deployments_name_flows_that_exist():
     deployments = yaml.safe_load((ROOT / "infra" / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
-    assert {deployment["name"] for deployment in deployments} == {"build-library", "reallocate", "evaluate", "teardown"}
+    names = {"build-library", "reallocate", "evaluate", "profile-gpus", "teardown"}
+    assert {deployment["name"] for deployment in deployments} == names
     for deployment in deployments:
         file, function = deployment["entrypoint"].split(":")
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
