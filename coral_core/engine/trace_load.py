@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -81,6 +82,8 @@ async def _ask(url: str, body: bytes, began_s: float) -> Heard:
                 return first_s, last_s, ""
     finally:
         writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
     raise ValueError("the stream ended without [DONE]")
 
 
