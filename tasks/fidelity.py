@@ -358,9 +358,7 @@ class Bench:
         layers = self.spec.split_layers if serving is Serving.PIPELINE else (self.shape.layers,)
         phases = (Phase.PREFILL, Phase.DECODE) if serving is Serving.DISAGGREGATED else (Phase.AGGREGATED,)
         for phase in phases:
-            nodes = [timing.node(held) for held in layers]
-            # The scheduler's part of a step is paid once, by the first stage.
-            nodes = [replace(node, fixed_s=0.0 if index else node.fixed_s) for index, node in enumerate(nodes)]
+            nodes = [timing.node(held, first=index == 0) for index, held in enumerate(layers)]
             yield SimInstance(
                 name=phase.value,
                 model=MODEL,

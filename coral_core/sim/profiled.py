@@ -1,14 +1,14 @@
 """A node's timing from a measured profile, in the place of estimates.
 
-Data: layer seconds of the profile's points at one TP: prefill of r prompts of n tokens, decode of r requests at context c.
+Data: layer seconds and fixed seconds of the profile's points at one TP: prefill of r prompts of n tokens, decode of r
+requests at context c. Each of the two is fitted by
 Variables: f(x) >= 0, never falling, on the grid of all measured tokens per step; a per sampled row, k per KV token read,
 p per attended pair, all >= 0.
 
     prefill  f(r n) + r a + p r n (n + 1) / 2         decode  f(r) + r a + k r c
 
-Objective: least sum of squared relative errors (non-negative least squares; f as a sum of steps up). The prefill's fixed
-part belongs to a step with prompts, the decode's to one without; a step has the larger one of the two only where both were
-measured alike, so the fixed part is the median over both phases. Times beyond the grid go on with its last slope.
+Objective: least sum of squared relative errors (non-negative least squares; f as a sum of steps up); of the fixed seconds
+relative to layer and fixed part together. Times beyond the grid go on with its last slope.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ _ROUNDS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledTiming:
-    """Timing of one layer, and by how much it misses the profile's points: relative errors, (points,)."""
+    """Timing of one layer and of what a step takes besides; relative errors of the layer's at the profile's points."""
 
     layer: NodeTiming
-    fixed_s: float
+    fixed: NodeTiming
     error_frac: tuple[float, ...]
 
-    def node(self, layers: int) -> NodeTiming:
-        """Timing of a node with so many layers."""
+    def node(self, layers: int, *, first: bool = True) -> NodeTiming:
+        """Timing of a node with so many layers; what a step takes besides is paid once, by the first stage's nodes."""
+        once = float(first)
+        layer, fixed = self.layer, self.fixed
         return NodeTiming(
-            grid=self.layer.grid,
-            token_s=tuple(layers * value for value in self.layer.token_s),
-            row_s=tuple(layers * value for value in self.layer.row_s),
-            fixed_s=self.fixed_s,
-            kept_token_s=layers * self.layer.kept_token_s,
-            pair_s=layers * self.layer.pair_s,
+            grid=layer.grid,
+            token_s=tuple(layers * a + once * b for a, b in zip(layer.token_s, fixed.token_s, strict=True)),
+            row_s=tuple(layers * a + once * b for a, b in zip(layer.row_s, fixed.row_s, strict=True)),
+            kept_token_s=layers * layer.kept_token_s + once * fixed.kept_token_s,
+            pair_s=layers * layer.pair_s + once * fixed.pair_s,
         )
 
 
@@ -54,20 +55,24 @@ def profiled_timing(profile: Profile, tp: int) -> ProfiledTiming:
         profile.require(phase, tp)
     points = [point for point in profile.points if point.tp == tp]
     grid = np.unique([0.0, *(_tokens(point) for point in points)])
-    times = np.array([point.layer_s for point in points])
     matrix = np.array([_row(point, grid) for point in points])
-    found = nonnegative_least_squares(matrix / times[:, None], np.ones(len(points)))
+    layer_s = np.array([point.layer_s for point in points])
+    fixed_s = np.array([point.fixed_s for point in points])
+    layer = nonnegative_least_squares(matrix / layer_s[:, None], np.ones(len(points)))
+    whole_s = layer_s + fixed_s
+    fixed = nonnegative_least_squares(matrix / whole_s[:, None], fixed_s / whole_s)
+    errors = matrix @ layer / layer_s - 1.0
+    return ProfiledTiming(layer=_timing(grid, layer), fixed=_timing(grid, fixed), error_frac=tuple(errors.tolist()))
+
+
+def _timing(grid: Floats, found: Floats) -> NodeTiming:
     steps, (row_s, kept_token_s, pair_s) = found[: len(grid)], found[len(grid) :]
-    return ProfiledTiming(
-        layer=NodeTiming(
-            grid=tuple(grid.tolist()),
-            token_s=tuple(np.cumsum(steps).tolist()),
-            row_s=tuple((row_s * grid).tolist()),
-            kept_token_s=float(kept_token_s),
-            pair_s=float(pair_s),
-        ),
-        fixed_s=float(np.median([point.fixed_s for point in points])),
-        error_frac=tuple((matrix @ found / times - 1.0).tolist()),
+    return NodeTiming(
+        grid=tuple(grid.tolist()),
+        token_s=tuple(np.cumsum(steps).tolist()),
+        row_s=tuple((row_s * grid).tolist()),
+        kept_token_s=float(kept_token_s),
+        pair_s=float(pair_s),
     )
 
 

@@ -42,7 +42,10 @@ def test_a_straight_line_is_found_again():
     assert max(map(abs, found.error_frac)) < 1e-6
     node = found.node(8)
     assert node.kept_token_s == pytest.approx(8e-7, rel=1e-3)
-    assert node.fixed_s == 0.003
+    assert found.fixed.iteration_s(tokens=300) == pytest.approx(0.003)
+    assert found.node(8, first=False).iteration_s(tokens=4) == pytest.approx(
+        node.iteration_s(tokens=4) - 0.003, rel=1e-6
+    )
     decode = node.iteration_s(tokens=4, rows=4, kept_tokens=4 * 300)
     assert decode == pytest.approx(0.003 + 8 * straight(Phase.DECODE, 4, 300), rel=1e-6)
     prompt = node.iteration_s(tokens=300, rows=1, pairs=300 * 301 / 2)
