@@ -37,6 +37,8 @@ class Driver:
     def step(self) -> None:
         if not self.scheduler.has_requests():
             return
+        if not self.scheduler.running:
+            time.sleep(0.001)  # as vLLM's own loop does, so that other threads get a turn
         for output in self.engine.step():
             if output.finished:
                 self.waiting.discard(output.request_id)

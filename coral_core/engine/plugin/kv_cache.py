@@ -28,7 +28,8 @@ class PagedCache:
     """
 
     def __init__(self, caches: Mapping[int, torch.Tensor], heads: Range, order: torch.Tensor | None) -> None:
-        self._caches, self._heads, self._order = caches, heads, order
+        self._caches, self._heads = caches, heads
+        self._order = None if order is None else order.numpy()
         self._block_tokens = next(iter(caches.values())).shape[2]
         cuda = next(iter(caches.values())).is_cuda
         self._stream = torch.cuda.Stream() if cuda else None
@@ -61,13 +62,17 @@ class PagedCache:
         return cache if self._order is None else cache.view(*cache.shape[:2], -1)
 
     def _where(self, chunk: Chunk, slots: npt.NDArray[np.int64], device: torch.device) -> tuple[torch.Tensor, ...]:
-        """The index of [token, head, content] in a cache, or of [token, head] where the content lies together."""
-        at = torch.from_numpy(slots).to(device)
-        block, token = at // self._block_tokens, at % self._block_tokens
-        head = torch.arange(chunk.heads[0] - self._heads[0], chunk.heads[1] - self._heads[0], device=device)
+        """The index of [token, head, content] in a cache, or of [token, head] where the content lies together.
+
+        In numpy: every operation of torch's gives up the interpreter's lock, which a busy engine does not soon give back.
+        """
+        block, token = slots // self._block_tokens, slots % self._block_tokens
+        head = np.arange(chunk.heads[0] - self._heads[0], chunk.heads[1] - self._heads[0])
         if self._order is None:
-            return block[:, None], head[None, :], token[:, None]
-        return block[:, None, None], head[None, :, None], self._order[token][:, None, :]
+            index = block[:, None], head[None, :], token[:, None]
+        else:
+            index = block[:, None, None], head[None, :, None], self._order[token][:, None, :]
+        return tuple(torch.from_numpy(part).to(device) for part in index)
 
 
 def packed_order(cache: torch.Tensor, isa: str, kv_cache_dtype: str) -> torch.Tensor | None:

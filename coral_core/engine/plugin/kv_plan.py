@@ -46,7 +46,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     first_port: int | None = None
     lease_s: float = 30.0
     stall_s: float = 15.0
-    chunk_bytes: int = 1 << 20
+    chunk_bytes: int = 4 << 20
     window_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
