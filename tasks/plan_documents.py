@@ -300,7 +300,7 @@ def _pipelines(result: AllocationResult, templates: Mapping[str, ServingTemplate
     return [
         (
             f"{', '.join(names)}: replicas in several stages, some of several nodes; they serve what is planned where each "
-            "step is computed whole, every node waiting for all of its part, as in the simulator"
+            "step is computed whole, every node waiting for all of its part, as in the simulator; Coral's own runtime does not yet"
         )
     ]
 
