@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from artifacts.fleets import FleetIdentity, claim_fleet, mark_regions, used_regions
 from artifacts.leases import LeaseTaken, LeaseTerms, take_lease
 from artifacts.store import Store
 from coral_core.catalog import find_config, find_model, load_catalog, load_models
@@ -226,23 +227,22 @@ class ProfileRun:
 
     @contextmanager
     def _rental(self, ground: Ground, meeting: Meeting) -> Iterator[Rental]:
-        """Under the fleet's lease; what an earlier run has left is ended first."""
+        """Under the fleet's lease; what an earlier run has left, in this run's regions, is ended first."""
         lease = take_lease(
             self.store, self.fleet, holder=holder_text("a profiling run"), terms=LEASE, clock=ground.clock
         )
         if isinstance(lease, LeaseTaken):
             raise ProvisionError(str(lease), where=f"fleet {self.fleet}")
-        rental = Rental(
-            ground=ground,
-            meeting=meeting,
-            lease=lease,
-            fleet=FleetId(name=self.fleet, account=ground.provisioner.account()),
-            on_step=self.on_step,
-        )
-        left = rental.release_all()
-        if left:
-            self.on_step(f"{left} nodes of an earlier run were released")
         try:
+            fleet = FleetId(name=self.fleet, account=ground.provisioner.account())
+            claim_fleet(self.store, FleetIdentity(fleet=self.fleet, provider=self.wish.provider, account=fleet.account))
+            mark_regions(self.store, self.fleet, ground.regions)
+            for region in set(used_regions(self.store, self.fleet)) - set(ground.regions):
+                self.on_step(f"not looked at: {region}, where earlier runs were; `coral teardown {self.fleet}` looks")
+            rental = Rental(ground=ground, meeting=meeting, lease=lease, fleet=fleet, on_step=self.on_step)
+            left = rental.release_all()
+            if left:
+                self.on_step(f"{left} nodes of an earlier run were released")
             yield rental
         finally:
             lease.give_back()
