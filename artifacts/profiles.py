@@ -19,8 +19,9 @@ from artifacts.group_pages import index_group
 from artifacts.keys import found_time, profile_group, time_text
 from artifacts.store import Store
 from coral_core.domain.workload import Phase
-from coral_core.errors import StoreError
+from coral_core.errors import InputError, StoreError
 from coral_core.perf.profile import Profile, ProfileKey, ProfilePoint
+from coral_core.perf.profile_check import check_values
 
 SCHEMA: Final = pa.schema(
     [
@@ -99,7 +100,7 @@ def profiles_of(store: Store, model: str, variant: str) -> Iterator[tuple[str, P
 
 
 def read_profile(store: Store, key: str) -> Profile:
-    """The profile under a key. Raises StoreError where it cannot be read, or is none."""
+    """The profile under a key. Raises StoreError where it cannot be read, is none, or lies in another one's place."""
     data = store.get(key)
     try:
         table = pq.read_table(pa.BufferReader(data))
@@ -109,15 +110,29 @@ def read_profile(store: Store, key: str) -> Profile:
     if not table.schema.remove_metadata().equals(SCHEMA) or metadata.format != FORMAT:
         raise StoreError(f"has another format than {FORMAT}", where=store.url_of(key))
     facts: dict[str, Any] = metadata.model_dump()
-    key_facts = {name: facts[name] for name in ("model", "variant", "config", "engine", "version", "flags")}
+    names = ("model", "variant", "config", "engine", "version", "flags")
+    own = ProfileKey(**{name: facts[name] for name in names})
+    if key.rpartition("/")[0] != _group(own):
+        raise StoreError(f"is the profile of {_group(own)}", where=store.url_of(key), fix="move it there")
     return Profile(
-        key=ProfileKey(**key_facts),
-        points=tuple(ProfilePoint(**{**row, "phase": Phase(row["phase"])}) for row in table.to_pylist()),
+        key=own,
+        points=_points(table, store.url_of(key)),
         source=metadata.source,
         as_of=metadata.as_of,
         kv_tokens=metadata.kv_tokens,
         start_s=metadata.start_s,
     )
+
+
+def _points(table: pa.Table, where: str) -> tuple[ProfilePoint, ...]:
+    try:
+        points = tuple(ProfilePoint(**{**row, "phase": Phase(row["phase"])}) for row in table.to_pylist())
+        check_values(points, where=where)
+    except InputError as error:
+        raise StoreError(error.what, where=error.where, fix=error.fix) from None
+    except (ValueError, TypeError) as error:
+        raise StoreError(f"is no profile: {_first_line(error)}", where=where) from None
+    return points
 
 
 def _group(key: ProfileKey) -> str:

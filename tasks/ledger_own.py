@@ -12,10 +12,10 @@ from artifacts.profiles import list_profiles, read_profile
 from artifacts.store import Store
 from coral_core.catalog import catalog_names, load_catalog, load_models
 from coral_core.catalog.hardware import load_gpus
-from coral_core.catalog.model_ids import gpu_by_any_name, model_by_any_name, variant_by_dtype
+from coral_core.catalog.model_ids import gpu_by_any_name, model_by_any_name, variant_by_name
 from coral_core.config.settings import load_settings
 from coral_core.domain.hardware import Gpu
-from coral_core.errors import InputError
+from coral_core.errors import DataGapError, InputError, NoSolutionError
 from coral_core.perf.serving import ServingPoint, predict
 from tasks.ledger import Compared
 from tasks.profile_compare import estimated_layer_s
@@ -26,28 +26,33 @@ COLUMNS: Final = (
 )
 
 
-def own_runs(file: Path, *, engine: str) -> list[Compared]:
-    """TTFT and TPOT of a CSV's runs against predictions; an empty dtype is the model's own.
+def own_runs(file: Path, *, engine: str) -> tuple[list[Compared], dict[str, int]]:
+    """TTFT and TPOT of a CSV's runs against predictions, and how many runs have none for which reason.
 
-    InputError names file and line; predictions raise what `serving.predict` raises.
+    An empty dtype is what the model's id says, else the model's own. InputError names file and line.
     """
     models, gpus = load_models(load_settings().models), load_gpus()
     found: list[Compared] = []
+    left_out: dict[str, int] = {}
     for where, row in _rows(file):
+        measured = {metric: _number(row, metric, where) for metric in ("ttft_s", "tpot_s")}
         try:
             shape = model_by_any_name(models, row["model"])
             point = ServingPoint(
                 shape=shape,
-                variant=variant_by_dtype(shape, row["dtype"] or None),
+                variant=variant_by_name(models, row["model"], row["dtype"] or None),
                 gpu=gpu_by_any_name(gpus, row["gpu"]),
-                tp=round(_number(row, "tp", where)),
+                tp=_whole(row, "tp", where),
                 input_tokens=_number(row, "input_tokens", where),
                 output_tokens=_number(row, "output_tokens", where),
-                concurrency=round(_number(row, "concurrency", where)),
+                concurrency=_whole(row, "concurrency", where),
             )
             guess = predict(point)
         except InputError as error:
             raise error if error.where.startswith(where) else error.at(where) from None
+        except (NoSolutionError, DataGapError) as error:
+            left_out[error.what] = left_out.get(error.what, 0) + 1
+            continue
         found += [
             Compared(
                 group=f"own runs, {engine} on {point.gpu.name}",
@@ -57,11 +62,11 @@ def own_runs(file: Path, *, engine: str) -> list[Compared]:
                 phase="aggregated",
                 metric=metric,
                 predicted=predicted,
-                measured=_number(row, metric, where),
+                measured=measured[metric],
             )
             for metric, predicted in (("ttft_s", guess.ttft_s), ("tpot_s", guess.tpot_s))
         ]
-    return found
+    return found, left_out
 
 
 def stored_profiles_compared(store: Store) -> list[Compared]:
@@ -96,7 +101,7 @@ def _gpu_of(config: str) -> Gpu | None:
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
     try:
-        rows = list(csv.reader(file.read_text(encoding="utf-8").splitlines(), strict=True))
+        rows = list(csv.reader(file.read_text(encoding="utf-8-sig").splitlines(), strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"cannot be read: {error}", where=file.name) from None
     if not rows or tuple(rows[0]) != COLUMNS:
@@ -116,3 +121,10 @@ def _number(row: dict[str, str], column: str, where: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise InputError(f"{column} is {row[column]!r}, must be a number above 0", where=where)
     return value
+
+
+def _whole(row: dict[str, str], column: str, where: str) -> int:
+    value = _number(row, column, where)
+    if value != int(value):
+        raise InputError(f"{column} is {row[column]!r}, must be a whole number", where=where)
+    return int(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from coral_core.catalog import find_config, load_catalog, load_models
+from coral_core.catalog import find_config, find_model, load_catalog, load_models
 from coral_core.config.settings import load_settings
 from coral_core.domain.hardware import Gpu
 from coral_core.domain.models import ModelShape
@@ -40,7 +40,7 @@ def against_profile(profile: Profile, other: Profile) -> list[dict[str, Any]]:
 
 def against_estimates(profile: Profile, *, catalog: str) -> list[dict[str, Any]]:
     """The analytic estimate against the points of `profile`. Raises InputError for a configuration that the catalogue lacks."""
-    shape = load_models(load_settings().models)[profile.key.model]
+    shape = find_model(load_models(load_settings().models), profile.key.model)
     gpu = find_config(load_catalog(catalog), profile.key.config).gpu
     return _compared(profile, lambda point: estimated_layer_s(point, shape, profile.key.variant, gpu))
 

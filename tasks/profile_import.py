@@ -23,20 +23,23 @@ _PHASES: Final = {"prefill": Phase.PREFILL, "prompt": Phase.PREFILL, "decode": P
 def read_points(file: Path) -> list[ProfilePoint]:
     """The rows of a CSV with COLUMNS, and any of OPTIONAL after them. InputError names file and line."""
     reader, header = _opened(file)
-    if tuple(header[: len(COLUMNS)]) != COLUMNS or not set(header[len(COLUMNS) :]) <= set(OPTIONAL):
+    more = header[len(COLUMNS) :]
+    if tuple(header[: len(COLUMNS)]) != COLUMNS or not set(more) <= set(OPTIONAL) or len(set(more)) < len(more):
         due = f"{','.join(COLUMNS)}, then any of {','.join(OPTIONAL)}; or {','.join(LAYER_TIME_COLUMNS)}"
-        raise InputError(f"columns are {','.join(header)}", where=f"{file.name}:1", fix=f"due: {due}")
+        raise InputError(f"columns are {','.join(header) or 'none'}", where=f"{file.name}:1", fix=f"due: {due}")
     points: list[ProfilePoint] = []
     for line, cells in enumerate(reader, 2):
         where = f"{file.name}:{line}"
+        if not cells and line == len(reader) + 1:
+            break  # an empty last line
         if len(cells) != len(header):
             raise InputError(f"{len(cells)} cells, {len(header)} are due", where=where)
         row = dict(zip(header, cells, strict=True))
-        if row["phase"] not in _PHASES:
+        if row["phase"].lower() not in _PHASES:
             raise InputError(f"phase is {row['phase']!r}", where=where, fix="prefill or decode")
         points.append(
             ProfilePoint(
-                phase=_PHASES[row["phase"]],
+                phase=_PHASES[row["phase"].lower()],
                 tp=_read(int, row, "tp", where),
                 requests=_read(float, row, "requests", where),
                 tokens=_read(float, row, "tokens", where),
@@ -80,7 +83,7 @@ def points_of_layer_times(file: Path, *, model: str, node: str, tp: int, context
 
 def _opened(file: Path) -> tuple[Sequence[list[str]], list[str]]:
     try:
-        rows = list(csv.reader(file.read_text(encoding="utf-8").splitlines(), strict=True))
+        rows = list(csv.reader(file.read_text(encoding="utf-8-sig").splitlines(), strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"cannot be read: {error}", where=file.name) from None
     return rows[1:], rows[0] if rows else []

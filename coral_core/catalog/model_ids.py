@@ -31,33 +31,69 @@ SAME_SHAPE: Final = {
 SAME_DTYPE: Final = {
     "bfloat16": "bf16",
     "float16": "fp16",
+    "half": "fp16",
+    "fp8_e4m3": "fp8",
     "fp4": "mxfp4",
     "nvfp4": "mxfp4",
     "w4a16_mxfp4": "mxfp4",
+    "awq": "int4",
+    "gptq": "int4",
+    "w4a16": "int4",
 }
 """Dtypes by the names of benchmark tables; models that come in MXFP4 are often listed under NVFP4."""
 
-_SUFFIXES: Final = re.compile(r"-(instruct|chat|base|hf|it|fp8|fp4|nvfp4|awq|bf16|thinking|v0\.\d|\d{4})$")
+_SUFFIXES: Final = re.compile(
+    r"-(?P<word>instruct|chat|base|hf|it|thinking|dynamic|block|kv|quantized|v0\.\d|\d{4}"
+    r"|(?P<dtype>fp8|fp4|nvfp4|mxfp4|bf16|awq|gptq|int4|int8|w4a16|w8a8))$"
+)
+_GPU_WORDS: Final = frozenset({"nvidia", "tesla", "sxm", "sxm2", "sxm4", "sxm5", "hbm3", "hbm3e", "server"})
+_GPU_GB: Final = re.compile(r"-(\d+)(gb)?$")
 
 
 def model_by_any_name(models: Mapping[str, ModelShape], name: str) -> ModelShape:
     """A model by its own name or by its id elsewhere, such as `openai/gpt-oss-120b`; InputError where there is none."""
     if name in models:
         return models[name]
-    last = name.rsplit("/", 1)[-1].lower()
-    while last not in models and last not in SAME_SHAPE and (shorter := _SUFFIXES.sub("", last)) != last:
-        last = shorter
-    found = SAME_SHAPE.get(last, last)
-    return models[found] if found in models else find_model(models, name)
+    short = _shortened(models, name)[0]
+    return models[short] if short in models else find_model(models, name)
+
+
+def variant_by_name(models: Mapping[str, ModelShape], name: str, dtype: str | None) -> str:
+    """The variant of the model called `name` that a dtype names; without one, what the name says: `Qwen/Qwen3-32B-FP8` is FP8.
+
+    InputError for an unknown model, and with the variants where none is meant.
+    """
+    said = None if name in models else _shortened(models, name)[1]
+    return variant_by_dtype(model_by_any_name(models, name), dtype or said)
+
+
+def _shortened(models: Mapping[str, ModelShape], name: str) -> tuple[str, str | None]:
+    """A name without owner and endings, and the dtype among these."""
+    last, dtype = name.rsplit("/", 1)[-1].lower(), None
+    while last not in models and last not in SAME_SHAPE and (ending := _SUFFIXES.search(last)):
+        dtype = ending["dtype"] or dtype
+        last = last[: ending.start()]
+    return SAME_SHAPE.get(last, last), dtype
 
 
 def gpu_by_any_name(gpus: Mapping[str, Gpu], name: str) -> Gpu:
-    """A GPU by its own name or one that only differs in case and form factor, such as `h200_sxm`."""
-    short = re.sub(r"_(sxm|server)$", "", name.lower()).replace("_", "-")
+    """A GPU by its own name or one that differs in case, form factor and memory size: `h200_sxm`, `NVIDIA H100 80GB HBM3`.
+
+    InputError where there is none, also for a memory size that the GPU does not have.
+    """
+    short = "-".join(word for word in re.split(r"[-_ ]+", name.lower()) if word not in _GPU_WORDS)
+    size = _GPU_GB.search(short)
     for gpu in gpus.values():
-        if gpu.name.lower() in {name.lower(), short}:
+        own = gpu.name.lower()
+        if own in {name.lower(), short}:
+            return gpu
+        if size and own in {f"{short[: size.start()]}-{size[1]}", short[: size.start()]} and _has_gb(gpu, int(size[1])):
             return gpu
     return find_gpu(gpus, name)
+
+
+def _has_gb(gpu: Gpu, nominal_gb: int) -> bool:
+    return abs(gpu.memory_bytes / (nominal_gb * 1e9) - 1) < 0.1  # drivers show somewhat more or less than the name says
 
 
 def variant_by_dtype(shape: ModelShape, dtype: str | None) -> str:
@@ -65,9 +101,10 @@ def variant_by_dtype(shape: ModelShape, dtype: str | None) -> str:
 
     InputError lists the variants where none is meant.
     """
-    if dtype is None:
+    if dtype is None or dtype.lower() == "auto":
         return shape.default_variant
-    plain = SAME_DTYPE.get(dtype, dtype.removesuffix("_block").removesuffix("_wo"))
+    lower = dtype.lower()
+    plain = SAME_DTYPE.get(lower, lower.removesuffix("_block").removesuffix("_wo"))
     for name in (dtype, plain, {"int4": "int4-experts"}.get(plain, plain)):
         if name in shape.variants:
             return name

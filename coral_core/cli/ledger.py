@@ -54,9 +54,9 @@ def ledger(
     if runs is None and not profiles:
         document = make_ledger(reference_folder(data))
     else:
-        own = [] if runs is None else own_runs(runs, engine=engine)
+        own, left_out = ([], {}) if runs is None else own_runs(runs, engine=engine)
         own += stored_profiles_compared(open_configured_store(store)) if profiles else []
-        document = ledger_document(own, {}, 0, held_out=False)
+        document = ledger_document(own, left_out, 0, held_out=False)
     if report is not None:
         time = SystemClock().now().isoformat(timespec="seconds")
         write_report(report, page_or_none(lambda: ledger_page(document, time=time)))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 
 
 def _file_or_dash(_type: object, path: Path) -> None:
@@ -13,6 +14,15 @@ def _file_or_dash(_type: object, path: Path) -> None:
         raise ValueError(f'unknown option "{path}"')
 
 
+def _whole(_type: object, tokens: Sequence[Token]) -> int:
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        raise ValueError(f"{tokens[0].value!r} is not a whole number") from None
+
+
+WholeNumber = Annotated[int, Parameter(converter=_whole)]
+"""Refuses 1.5, which the command line's own conversion rounds."""
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON document instead of tables.")]
 ScenarioName = Annotated[
     str, Parameter(name="--scenario", help="A shipped scenario's name (`coral scenario list`) or a YAML file.")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from coral_core.cli.options import AsJson
+from coral_core.cli.options import AsJson, WholeNumber
 from coral_core.cli.output import print_json, print_table, print_text
 
 if TYPE_CHECKING:
@@ -17,11 +17,13 @@ def predict(
     *,
     model: Annotated[str, Parameter(help="A model's name (`coral models list`) or its Hugging Face id.")],
     gpu: Annotated[str, Parameter(help="A GPU of the catalogue, such as H100.")],
-    tp: Annotated[int, Parameter(help="GPUs that the model is split over.")] = 1,
+    tp: Annotated[WholeNumber, Parameter(help="GPUs that the model is split over.")] = 1,
     input_tokens: Annotated[float, Parameter(help="Of each request.")] = 1024,
     output_tokens: Annotated[float, Parameter(help="Of each request.")] = 1024,
-    concurrency: Annotated[int, Parameter(help="Clients, each with one request at a time.")] = 16,
-    dtype: Annotated[str | None, Parameter(help="Variant of the model; default: its own.")] = None,
+    concurrency: Annotated[WholeNumber, Parameter(help="Clients, each with one request at a time.")] = 16,
+    dtype: Annotated[
+        str | None, Parameter(help="Variant of the model; default: what its id says, else its own.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict the mean TTFT and TPOT of a replica under so many clients.
@@ -31,16 +33,17 @@ def predict(
     """
     from coral_core.catalog import load_models
     from coral_core.catalog.hardware import load_gpus
-    from coral_core.catalog.model_ids import gpu_by_any_name, model_by_any_name, variant_by_dtype
+    from coral_core.catalog.model_ids import gpu_by_any_name, model_by_any_name, variant_by_name
     from coral_core.config.settings import load_settings
     from coral_core.perf.prediction import prediction
     from coral_core.perf.serving import ServingPoint
 
-    shape = model_by_any_name(load_models(load_settings().models), model)
+    models = load_models(load_settings().models)
+    shape = model_by_any_name(models, model)
     found = prediction(
         ServingPoint(
             shape=shape,
-            variant=variant_by_dtype(shape, dtype),
+            variant=variant_by_name(models, model, dtype),
             gpu=gpu_by_any_name(load_gpus(), gpu),
             tp=tp,
             input_tokens=input_tokens,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from coral_core.cli.ledger import DataFolder
-from coral_core.cli.options import AsJson, StoreUrl
+from coral_core.cli.options import AsJson, StoreUrl, WholeNumber
 from coral_core.cli.output import print_json, print_note, print_table, print_text
 from coral_core.cli.profile_run import run
 from coral_core.cli.work import open_configured_store
@@ -63,7 +63,9 @@ def import_profile(
     engine: Annotated[str, Parameter(help="Engine that ran, such as vllm.")],
     version: Annotated[str, Parameter(help="Its version.")],
     source: Annotated[str, Parameter(help="Where the times come from.")],
-    dtype: Annotated[str | None, Parameter(help="Variant of the model; default: its own.")] = None,
+    dtype: Annotated[
+        str | None, Parameter(help="Variant of the model; default: what its id says, else its own.")
+    ] = None,
     flag: Annotated[
         tuple[str, ...],
         Parameter(
@@ -73,7 +75,7 @@ def import_profile(
     catalog: _CATALOG = "aws-real",
     rows_of: Annotated[str | None, Parameter(help="Layer time tables: the model's name in the file.")] = None,
     node: Annotated[str | None, Parameter(help="Layer time tables: the node's name in the file.")] = None,
-    tp: Annotated[int, Parameter(help="Layer time tables: GPUs that the layer was split over.")] = 1,
+    tp: Annotated[WholeNumber, Parameter(help="Layer time tables: GPUs that the layer was split over.")] = 1,
     context: Annotated[float | None, Parameter(help="Layer time tables: context of the decode times, tokens.")] = None,
     dry_run: Annotated[bool, Parameter(negative="", help="Check the file, store nothing.")] = False,
     store: StoreUrl = None,
@@ -87,14 +89,15 @@ def import_profile(
     """
     from artifacts.profiles import write_profile
     from coral_core.catalog import find_config, load_catalog, load_models
-    from coral_core.catalog.model_ids import model_by_any_name, variant_by_dtype
+    from coral_core.catalog.model_ids import model_by_any_name, variant_by_name
     from coral_core.clock import SystemClock
     from coral_core.config.settings import load_settings
     from coral_core.perf.profile import Profile, ProfileKey
     from coral_core.perf.profile_check import checked_points
     from tasks.profile_import import is_layer_time_table, points_of_layer_times, read_points
 
-    shape = model_by_any_name(load_models(load_settings().models), model)
+    models = load_models(load_settings().models)
+    shape = model_by_any_name(models, model)
     place = find_config(load_catalog(catalog), config)
     if is_layer_time_table(file):
         if rows_of is None or node is None or context is None:
@@ -104,7 +107,7 @@ def import_profile(
         points = points_of_layer_times(file, model=rows_of, node=node, tp=tp, context_tokens=context)
     else:
         points = read_points(file)
-    variant = variant_by_dtype(shape, dtype)
+    variant = variant_by_name(models, model, dtype)
     now = SystemClock().now()
     profile = Profile(
         key=ProfileKey(

@@ -19,6 +19,10 @@ from coral_core.perf.search import tp_runs
 LARGEST_DROP: Final = 0.1
 """A time that falls by more than this share as a step grows is noise or a mistake: refused. Less is levelled out."""
 
+SLOWEST_TIMES: Final = 1000.0
+SLOWEST_S: Final = 0.1
+"""A layer that takes more than SLOWEST_TIMES what the peaks allow, and more than SLOWEST_S, was given in another unit."""
+
 
 def checked_points(
     points: Sequence[ProfilePoint], shape: ModelShape, variant: str, gpu: Gpu, gpu_count: int, *, where: str
@@ -26,16 +30,29 @@ def checked_points(
     """The points, if they can be true; `where` and the row number (from 1) stand in every error.
 
     Raises InputError for values that are not above 0, points that are there twice, TP that the model or the node cannot
-    have, times faster than the GPU's peaks allow, and times that fall by more than LARGEST_DROP as steps grow.
+    have, contexts longer than the model takes, times faster than the GPU's peaks allow or slower than any unit explains,
+    and times that fall by more than LARGEST_DROP as steps grow.
     """
+    check_values(points, where=where)
+    for row, point in enumerate(points, 1):
+        place = f"{where}: row {row}"
+        if gpu_count % point.tp or not tp_runs(shape, point.tp):
+            raise InputError(f"{shape.name} cannot run at TP {point.tp} on {gpu_count} GPUs", where=place)
+        if point.phase is Phase.DECODE and point.tokens > shape.max_context_tokens:
+            most = f"{shape.name} takes no more than {shape.max_context_tokens:g}"
+            raise InputError(f"tokens is {point.tokens:g}, but {most}", where=place)
+        _check_time(point, least_layer_s(point, shape, variant, gpu), gpu, place)
+    _refuse_drops(points, where)
+    return tuple(points)
+
+
+def check_values(points: Sequence[ProfilePoint], *, where: str) -> None:
+    """InputError, with row numbers, unless there are points, all with values that make sense and none there twice."""
     if not points:
         raise InputError("there are no times", where=where)
     seen: dict[tuple[object, ...], int] = {}
     for row, point in enumerate(points, 1):
-        place = f"{where}: row {row}"
-        _check_values(point, place)
-        if point.tp < 1 or gpu_count % point.tp or not tp_runs(shape, point.tp):
-            raise InputError(f"{shape.name} cannot run at TP {point.tp} on {gpu_count} GPUs", where=place)
+        _check_point(point, f"{where}: row {row}")
         identity = (point.phase, point.tp, point.requests, point.tokens)
         if identity in seen:
             raise InputError(
@@ -43,26 +60,35 @@ def checked_points(
                 where=f"{where}: rows {seen[identity]} and {row}",
             )
         seen[identity] = row
-        least_s = least_layer_s(point, shape, variant, gpu)
-        if point.layer_s < least_s:
-            raise InputError(
-                f"layer_s is {point.layer_s:.4g}, but {gpu.name}'s peaks allow no less than {least_s:.4g}",
-                where=place,
-                fix="check the unit, the model and its dtype, and that one layer was timed",
-            )
-    _refuse_drops(points, where)
-    return tuple(points)
 
 
-def _check_values(point: ProfilePoint, place: str) -> None:
+def _check_point(point: ProfilePoint, place: str) -> None:
     for name, value in (("requests", point.requests), ("tokens", point.tokens), ("layer_s", point.layer_s)):
         if not math.isfinite(value) or value <= 0:
             raise InputError(f"{name} is {value!r}, must be a number above 0", where=place)
     for name, known in (("fixed_s", point.fixed_s), ("cv_frac", point.cv_frac)):
         if known is not None and not (math.isfinite(known) and known >= 0):
             raise InputError(f"{name} is {known!r}, must be a number of at least 0", where=place)
+    for name, count in (("tp", point.tp), ("samples", point.samples)):
+        if count is not None and count < 1:
+            raise InputError(f"{name} is {count}, must be at least 1", where=place)
     if point.phase not in PHASES:
         raise InputError(f"phase {point.phase} has no times of its own", where=place, fix="prefill or decode")
+
+
+def _check_time(point: ProfilePoint, least_s: float, gpu: Gpu, place: str) -> None:
+    if point.layer_s < least_s:
+        raise InputError(
+            f"layer_s is {point.layer_s:.4g}, but {gpu.name}'s peaks allow no less than {least_s:.4g}",
+            where=place,
+            fix="check the unit, the model and its dtype, and that one layer was timed",
+        )
+    if point.layer_s > max(SLOWEST_TIMES * least_s, SLOWEST_S):
+        raise InputError(
+            f"layer_s is {point.layer_s:.4g}, over {SLOWEST_TIMES:g} times what {gpu.name}'s peaks allow ({least_s:.4g})",
+            where=place,
+            fix="check the unit: microseconds?",
+        )
 
 
 def least_layer_s(point: ProfilePoint, shape: ModelShape, variant: str, gpu: Gpu) -> float:

@@ -43,6 +43,9 @@ Floats = NDArray[np.float64]
 STEP_TOKENS = 8192
 """Prompt tokens that the engine takes per step (vLLM's default for its server on large GPUs)."""
 
+LARGEST = 1e9
+"""No length or number of clients above this makes sense."""
+
 _BARE = CapacityAssumptions(kernel_overhead_s=0.0, quantised_gemm_overhead_s=0.0, step_overhead_s=0.0)
 
 
@@ -208,9 +211,16 @@ def _check(point: ServingPoint, factors: Factors) -> None:
     ):
         if not math.isfinite(value) or value < 1:
             raise InputError(f"{value!r} is not a number of at least 1", where=where)
+        if value > LARGEST:
+            raise InputError(f"{value:g} is more than {LARGEST:g}", where=where)
     if not runs_variant(point.shape, point.variant, point.gpu):
-        raise InputError(f"{point.gpu.name} has no kernels for {point.variant}", where="dtype")
+        known = sorted(name for name in point.shape.variants if runs_variant(point.shape, name, point.gpu))
+        fix = f"it has for: {', '.join(known)}" if known else "choose another GPU"
+        raise InputError(f"{point.gpu.name} has no kernels for {point.variant}", where="dtype", fix=fix)
     if not tp_runs(point.shape, point.tp):
-        raise InputError(f"{point.shape.name} cannot be split over {point.tp} GPUs", where="tp")
+        possible = ", ".join(str(tp) for tp in (1, 2, 4, 8, 16) if tp_runs(point.shape, tp))
+        raise InputError(
+            f"{point.shape.name} cannot be split over {point.tp} GPUs", where="tp", fix=f"it can over {possible}"
+        )
     if point.tp > 1 and (point.gpu.name, point.tp) not in factors.all_reduce:
         raise DataGapError(f"no all-reduce of {point.tp} x {point.gpu.name} is known", where="tp")

@@ -125,6 +125,7 @@ def test_own_measurements_have_a_ledger_of_their_own(tmp_path: Path, capsys: pyt
     assert run(["ledger", "--runs", str(runs)]) == 0
     assert "own runs, vllm on H100" in capsys.readouterr().out
     for text, message in (
+        (f"{header}gpt-oss-120b,,H100,2.5,1024,1024,16,1,0.008\n", "runs.csv:2: tp is '2.5', must be a whole number"),
         ("a,b\n", "runs.csv:1: columns are a,b"),
         (f"{header}x\n", "runs.csv:2: 1 cells, 9 are due"),
         (f"{header}gpt-oss-120b,,H100,2,1024,1024,16,nan,0.008\n", "runs.csv:2: ttft_s is 'nan'"),
@@ -134,6 +135,35 @@ def test_own_measurements_have_a_ledger_of_their_own(tmp_path: Path, capsys: pyt
         runs.write_text(text, encoding="utf-8")
         assert run(["ledger", "--runs", str(runs)]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_own_runs_without_a_prediction_are_counted_and_the_others_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs.csv"
+    header = "model,dtype,gpu,tp,input_tokens,output_tokens,concurrency,ttft_s,tpot_s\n"
+    rows = "deepseek-v3,,H100,1,1024,1024,16,1,0.1\nQwen/Qwen3-32B-FP8,,H100,1,1024,1024,16,0.1,0.02\n"
+    runs.write_text(f"{header}{rows}", encoding="utf-8-sig")
+    assert run(["ledger", "--runs", str(runs), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {row["model"] for row in document["entries"]} == {"qwen3-32b"}
+    [(reason, count)] = document["left_out"].items()
+    assert (count, "deepseek-v3 in fp8 does not fit 1 x H100" in reason) == (1, True)
+    runs.write_text(f"{header}deepseek-v3,,H100,1,1024,1024,16,nan,0.1\n", encoding="utf-8")
+    assert run(["ledger", "--runs", str(runs)]) == 2
+    assert "runs.csv:2: ttft_s is 'nan'" in capsys.readouterr().err
+
+
+def test_tables_as_other_programs_write_them_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, store = tmp_path / "times.csv", tmp_path / "store"
+    text = CSV.replace("prefill", "Prefill").replace("\n", "\r\n")
+    file.write_bytes(f"{text}\r\n".encode("utf-8-sig"))
+    assert imported(file, store, "--dry-run") == 0
+    file.write_text(CSV.replace("cv_frac", "fixed_ms", 1), encoding="utf-8")
+    assert imported(file, store, "--dry-run") == 2
+    file.write_text("", encoding="utf-8")
+    assert imported(file, store, "--dry-run") == 2
+    assert "columns are none" in capsys.readouterr().err
 
 
 def test_the_ledger_is_written_for_people(

@@ -12,7 +12,7 @@ import pytest
 
 from coral_core.catalog import load_models
 from coral_core.catalog.hardware import load_gpus
-from coral_core.catalog.model_ids import gpu_by_any_name, model_by_any_name, variant_by_dtype
+from coral_core.catalog.model_ids import gpu_by_any_name, model_by_any_name, variant_by_dtype, variant_by_name
 from coral_core.cli.entry import run
 from coral_core.domain.workload import Phase
 from coral_core.errors import CoralError, DataGapError, InputError, NoSolutionError
@@ -43,6 +43,10 @@ def point(**changes: object) -> ServingPoint:
         ({"output_tokens": 0.0}, InputError, "output tokens: 0.0 is not"),
         ({"concurrency": -3}, InputError, "concurrency: -3 is not"),
         ({"tp": 3}, InputError, "tp: gpt-oss-120b cannot be split over 3 GPUs"),
+        ({"input_tokens": 1e300}, InputError, r"input tokens: 1e\+300 is more than 1e\+09"),
+        ({"concurrency": 10**30}, InputError, r"concurrency: 1e\+30 is more than"),
+        ({"tp": 5}, InputError, r"\(it can over 1, 2, 4, 8, 16\)"),
+        ({"gpu": load_gpus()["T4"]}, InputError, r"T4 has no kernels for mxfp4 \(it has for: bf16\)"),
         ({"tp": 16}, DataGapError, "tp: no all-reduce of 16 x H100 is known"),
         ({"variant": "int9"}, InputError, "has no variant 'int9'"),
         ({"gpu": load_gpus()["T4"]}, InputError, "dtype: T4 has no kernels for mxfp4"),
@@ -147,6 +151,59 @@ def test_models_and_gpus_go_by_the_names_others_give_them() -> None:
     assert variant_by_dtype(models["kimi-k2.5"], None) == "int4-experts"
     with pytest.raises(InputError, match="dtype: model phi-4 has no variant 'mxfp4'"):
         variant_by_dtype(models["phi-4"], "mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("Qwen/Qwen3-32B", None, "bf16"),
+        ("Qwen/Qwen3-32B-FP8", None, "fp8"),
+        ("Qwen/Qwen3-32B-FP8", "bf16", "bf16"),
+        ("Qwen/Qwen3-32B-AWQ", None, "int4"),
+        ("RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic", None, "fp8"),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507-FP8", None, "fp8"),
+        ("openai/gpt-oss-20b", "MXFP4", "mxfp4"),
+        ("openai/gpt-oss-20b", None, "mxfp4"),
+        ("qwen3-32b", "FP8", "fp8"),
+        ("qwen3-32b", "auto", "bf16"),
+    ],
+)
+def test_ids_say_their_dtype_unless_one_is_asked_for(name: str, dtype: str | None, expected: str) -> None:
+    assert variant_by_name(load_models(), name, dtype) == expected
+
+
+def test_a_dtype_that_an_id_says_is_not_dropped_where_it_is_unknown() -> None:
+    with pytest.raises(InputError, match="has no variant 'int8'"):
+        variant_by_name(load_models(), "nobody/Qwen3-32B-INT8", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("h100-sxm", "H100"),
+        ("A100-80GB", "A100-80"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("Tesla V100-SXM2-32GB", "V100-32"),
+        ("Tesla T4", "T4"),
+        ("H200-141GB", "H200"),
+        ("A10G-24GB", "A10G"),
+    ],
+)
+def test_gpus_go_by_what_drivers_and_shops_call_them(name: str, expected: str) -> None:
+    assert gpu_by_any_name(load_gpus(), name).name == expected
+
+
+@pytest.mark.parametrize("name", ["A100", "H100-40GB", "H100-NVL", "H100 PCIe", "V100", "", "80GB"])
+def test_a_gpu_that_may_be_another_one_is_not_guessed(name: str) -> None:
+    with pytest.raises(InputError, match="unknown GPU"):
+        gpu_by_any_name(load_gpus(), name)
+
+
+@pytest.mark.parametrize("option", ["--tp", "--concurrency"])
+def test_the_command_rounds_no_counts(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["predict", "--model", "llama-3.1-8b", "--gpu", "H100", option, "1.5"]) == 2
+    assert "'1.5' is not a whole number" in capsys.readouterr().err
 
 
 def test_terms_are_found_again_and_none_goes_below_its_bound() -> None:

@@ -163,6 +163,10 @@ POINT = ProfilePoint(phase=Phase.DECODE, tp=1, requests=4.0, tokens=100.0, layer
         ({"tokens": math.inf}, "table: row 2: tokens is inf"),
         ({"fixed_s": -1.0}, "table: row 2: fixed_s is -1.0"),
         ({"cv_frac": math.nan}, "table: row 2: cv_frac is nan"),
+        ({"samples": 0}, "table: row 2: samples is 0, must be at least 1"),
+        ({"tp": 0}, "table: row 2: tp is 0"),
+        ({"tokens": 1e12, "layer_s": 1e3}, "table: row 2: tokens is 1e\\+12, but toy takes no more than"),
+        ({"requests": 5.0, "layer_s": 1e3}, "table: row 2: layer_s is 1000, over 1000 times what toy's peaks allow"),
         ({"tp": 3}, "table: row 2: toy cannot run at TP 3 on 4 GPUs"),
         ({"phase": Phase.AGGREGATED}, "table: row 2: phase aggregated has no times of its own"),
         ({}, "table: rows 1 and 2: decode at TP 1, 4 requests of 100 tokens is there twice"),
@@ -229,6 +233,30 @@ def test_damaged_profiles_are_told_from_whole_ones(tmp_path: Path) -> None:
     store.put(broken, foreign.getvalue().to_pybytes())
     with pytest.raises(StoreError, match="is no profile"):
         read_profile(store, broken)
+
+
+@pytest.mark.parametrize(
+    ("points", "text"),
+    [
+        ([replace(POINT, layer_s=math.nan)], "row 1: layer_s is nan"),
+        ([POINT, POINT], "rows 1 and 2: decode at TP 1, 4 requests of 100 tokens is there twice"),
+        ([], "there are no times"),
+    ],
+)
+def test_stored_times_that_nobody_checked_are_refused(tmp_path: Path, points: list[ProfilePoint], text: str) -> None:
+    store = open_store(f"file://{tmp_path}")
+    key = write_profile(store, profile(points), time=TIME)
+    with pytest.raises(StoreError, match=text):
+        read_profile(store, key)
+
+
+def test_a_profile_in_the_place_of_another_is_refused(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+    key = write_profile(store, both(), time=TIME)
+    for there in (key.replace("/toy/", "/other/"), key.replace("0.32.0", "0.31.0")):
+        store.put(there, store.get(key))
+        with pytest.raises(StoreError, match="is the profile of profiles/toy/"):
+            read_profile(store, there)
 
 
 def test_a_scenario_plans_with_the_profiles_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
