@@ -67,9 +67,9 @@ class FidelitySpec:
     """What is served and asked. `layer_delay_ms`: see `engine.plugin.cpu_worker`; empty: the CPU's own times alone."""
 
     servings: tuple[Serving, ...] = tuple(Serving)
-    layer_delay_ms: str = "4,0.02"
+    layer_delay_ms: str = "10,0.05"
     requests: int = 60
-    requests_per_s: float = 3.0
+    requests_per_s: float = 1.5
     input_tokens: tuple[int, int] = (32, 400)
     output_tokens: tuple[int, int] = (8, 48)
     runs: int = 2

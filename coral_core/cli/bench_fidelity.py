@@ -27,11 +27,11 @@ def fidelity(
         tuple[ServingName, ...], Parameter(help="How the model is served; may be given several times. Default: all.")
     ] = (),
     requests: Annotated[int, Parameter(validator=validators.Number(gte=2), help="In the trace.")] = 60,
-    requests_per_s: Annotated[float, Parameter(validator=validators.Number(gt=0), help="Poisson arrivals.")] = 3.0,
+    requests_per_s: Annotated[float, Parameter(validator=validators.Number(gt=0), help="Poisson arrivals.")] = 1.5,
     runs: Annotated[int, Parameter(validator=validators.Number(gte=2), help="Real runs of the trace.")] = 2,
     layer_delay_ms: Annotated[
         str, Parameter(help="Sleep per layer, and per layer and token, in ms: a device of known speed. Empty: none.")
-    ] = "4,0.02",
+    ] = "10,0.05",
     max_cv: Annotated[float, Parameter(help="Coefficient of variation above which the profile refuses steps.")] = 0.25,
     seed: Annotated[int, Parameter(help="Of the trace.")] = 0,
     profile: Annotated[
@@ -59,7 +59,7 @@ def fidelity(
 
     if not re.fullmatch(r"(\d+(\.\d+)?(,\d+(\.\d+)?)?)?", layer_delay_ms):
         raise InputError(
-            f"{layer_delay_ms!r} is no delay", where="--layer-delay-ms", fix="give milliseconds, such as 4 or 4,0.02"
+            f"{layer_delay_ms!r} is no delay", where="--layer-delay-ms", fix="give milliseconds, such as 4 or 10,0.05"
         )
     chosen = tuple(Serving(name) for name in dict.fromkeys(serving)) or tuple(Serving)
     spec = FidelitySpec(
