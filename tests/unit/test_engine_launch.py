@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from coral_core.domain.launch import Device, ModelTerms, Runtime
+from coral_core.catalog.models import package_models
+from coral_core.domain.launch import Device, EngineTerms, ModelTerms, Runtime
 from coral_core.domain.models import Variant
 from coral_core.domain.workload import Phase
 from coral_core.errors import DataGapError, InputError, NoSolutionError
@@ -199,3 +201,17 @@ def test_an_unknown_model_and_nodes_in_each_others_way_are_refused():
         plan_of(Phase.AGGREGATED, [(4, ONE), (4, ONE)], places=places(["c0", "c1"], node="n"))
     with pytest.raises(ValueError, match="one per node"):
         plan_of(Phase.AGGREGATED, [(4, ONE), (4, ONE)], layouts=[[ONE]])
+
+
+@pytest.mark.parametrize(("variant", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16")])
+def test_an_engine_computes_in_what_the_variant_says(variant, dtype):
+    """A model of 32 bits in bfloat16 gives other tokens, and its capacity another speed."""
+    tiny = package_models()["tiny-chat"]
+    (node,) = plan_of(
+        Phase.AGGREGATED,
+        [(8, Layout(tp=1, pp=1, dp=1))],
+        template=replace(template(Phase.AGGREGATED, [(8, ["c0"])]), model="tiny-chat", variant=variant),
+        shape=tiny,
+        terms=EngineTerms(device=Device.CUDA, models={("tiny-chat", variant): ModelTerms(path="/models/t")}),
+    ).nodes
+    assert flags(node)["--dtype"] == dtype
