@@ -16,6 +16,7 @@ import os
 import time
 
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.distributed.utils import get_pp_indices
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -41,10 +42,13 @@ class StageWorker(CPUWorker):
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
         self._delay_s = stage_delay_s(os.environ.get(DELAY_VARIABLE, ""), stage.rank_in_group, stage.world_size)
-        layers = runner.model_config.get_num_layers(self.vllm_config.parallel_config)
+        # Not `get_num_layers`: on the second of two nodes it takes the rank inside the node for that in the pipeline.
+        first, end = get_pp_indices(
+            runner.model_config.get_total_num_hidden_layers(), stage.rank_in_group, stage.world_size
+        )
         per_layer_s, per_token_s = layer_delay_s(os.environ.get(LAYER_DELAY_VARIABLE, ""))
-        self._delay_s += layers * per_layer_s
-        self._token_delay_s = layers * per_token_s
+        self._delay_s += (end - first) * per_layer_s
+        self._token_delay_s = (end - first) * per_token_s
         return times
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
