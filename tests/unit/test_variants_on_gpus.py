@@ -68,7 +68,13 @@ def test_every_dense_model_has_its_weights_in_16_8_and_4_bits(model):
 def test_fp8_is_computed_as_such_where_hardware_and_factors_have_it_and_widened_elsewhere():
     factors, gpus = load_factors(), load_gpus()
     computed = {name: factors.compute_dtype(gpus[name], "fp8") for name in sorted(MODERN)}
-    assert {name for name, dtype in computed.items() if dtype == "fp8"} == {"L40S", "H100", "H200", "B200", "RTX-PRO-6000"}
+    assert {name for name, dtype in computed.items() if dtype == "fp8"} == {
+        "L40S",
+        "H100",
+        "H200",
+        "B200",
+        "RTX-PRO-6000",
+    }
     assert {dtype for dtype in computed.values() if dtype != "fp8"} == {"bf16"}
 
 
