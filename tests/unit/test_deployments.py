@@ -21,7 +21,17 @@ def pooled(repository):
 
 def test_a_work_pool_gets_what_is_served(pooled):
     served = {deployment.name: deployment for deployment in deployments()}
-    assert set(served) == set(pooled) == {"build-library", "reallocate", "evaluate", "teardown"}
+    assert (
+        set(served)
+        == set(pooled)
+        == {
+            "build-library",
+            "reallocate",
+            "evaluate",
+            "profile-gpus",
+            "teardown",
+        }
+    )
     for name, item in pooled.items():
         module, _, function = item["entrypoint"].partition(".py:")
         flow = getattr(importlib.import_module(module.replace("/", ".")), function)
