@@ -19,12 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import zmq
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 
 from coral_core.engine.plugin import stage_wire
 from coral_core.engine.plugin.stage_rank import end_with_parent
-from coral_core.engine.plugin.stage_wire import Hub, Link, Wire, keys_for
+from coral_core.engine.plugin.stage_wire import Hub, Inbox, Link, Outbox, Wire, keys_for
 from tests.fakes.stage_engine import (
     LAYOUTS,
     REQUESTS,
@@ -143,7 +145,8 @@ def prefill_decode(model: str, port: int) -> dict[str, Any]:
             kv_connector_extra_config=extra,
             kv_load_failure_policy="fail",
         )
-        layout = {"key_file": str(key_file), "silence_s": 15.0}
+        # Prefill's activations are encrypted, decode's signed.
+        layout = {"key_file": str(key_file), "silence_s": 15.0, "encrypt": role == "kv_producer"}
         return Engine(model, port, stages, kv_transfer_config=config, layout=layout)
 
     decode_stages: Stages = [(2, {"u": 1}), (5, {"v": 1, "w": 2}), (1, {"x": 1})]
@@ -179,7 +182,7 @@ def prefill_decode(model: str, port: int) -> dict[str, Any]:
     }
 
 
-LAYER_MS = {"a": 20.0, "b": 40.0, "c": 40.0, "d": 40.0, "e": 40.0}
+LAYER_MS = {"a": 30.0, "b": 60.0, "c": 60.0, "d": 60.0, "e": 60.0}
 BATCH = 4
 PACE_STAGES: Stages = [(4, {"a": 2, "b": 1}), (4, {"c": 1, "d": 1, "e": 1})]
 
@@ -221,7 +224,7 @@ def chain(model: str, port: int) -> dict[str, Any]:
 
 def paced(engine: Engine) -> dict[str, Any]:
     """Tokens/s between a fifth and four fifths of all tokens, and over all of the time."""
-    requests, each = 64, 24
+    requests, each = 64, 18
     for number in range(requests):
         params = SamplingParams(temperature=0.0, max_tokens=each, ignore_eos=True)
         engine.add(f"r{number}", prompt_of(number)[:8], params)
@@ -295,17 +298,32 @@ def stranger(model: str, port: int) -> dict[str, Any]:
         silence_s=60.0,
         on_lost=lambda *_: None,
     )
-    until = time.monotonic() + 8.0
+    until = time.monotonic() + 60.0
     while time.monotonic() < until:
         try:
             heard[hub.events.get(timeout=1.0)[0]] = True
+            until = min(until, time.monotonic() + 4.0)  # for those that should not be heard
         except queue.Empty:
             continue
     hub.close()
+    secret = b"s" * 32
+    pull, address = Wire(None).bound(zmq.PULL, "127.0.0.1", 0, clear=True)
+    inbox = Inbox(pull, secret)
+    wire = Wire(None)
+    boxes = {
+        name: Outbox(wire, {"h": address}, key)
+        for name, key in {"own": secret, "other": b"x" * 32, "none": b""}.items()
+    }
+    for name, outbox in boxes.items():
+        outbox.send("h", [(1, name, 1)], {"rows": torch.ones(1, 2)})
+    garbage = wire.connected(zmq.PUSH, address)
+    garbage.send_multipart([b"not", b"even", b"rows"])
+    time.sleep(2.0)
+    inbox.read()
     exit_code = os.waitstatus_to_exitcode(os.waitpid(members["own"], 0)[1])
     for name in ("none", "other"):
         os.kill(members[name], signal.SIGKILL)
-    return {"heard": heard, "orphan_exit": exit_code}
+    return {"heard": heard, "orphan_exit": exit_code, "rows_from": [name for _, name in inbox.rows]}
 
 
 def fork_member(port: int, name: str, key_file: Path | None) -> int:

@@ -111,8 +111,17 @@ def test_unequal_nodes_give_what_their_template_promises_and_more_than_any_chain
     assert pace["left_behind"] == {}
 
 
+STAGES_OF_KILLS = ({"a": 2, "b": 1}, {"c": 1, "d": 1, "e": 2})
+
+
+def share_left(lost: set[str]) -> float:
+    """Of the throughput of the weakest stage, which has 3."""
+    return min(sum(share for name, share in own.items() if name not in lost) for own in STAGES_OF_KILLS) / 3
+
+
 def check_kills(rounds: list[Result], oracle: dict[str, list[int]]) -> None:
     *lived, last = rounds
+    lost: set[str] = set()
     for turn in lived:
         failed = {name for name, (end, _) in turn["ends"].items() if end == "error"}
         assert turn["error"] is None
@@ -123,8 +132,9 @@ def check_kills(rounds: list[Result], oracle: dict[str, list[int]]) -> None:
         assert turn["failed_s"] < 15.0
         assert turn["left_behind"] == {}
         assert turn["status"]["state"] == "degraded"
-        assert 0 < turn["status"]["weight_frac"] < 1
-        assert turn["status"]["nodes"][turn["victim"]]["lost"]
+        lost.add(turn["victim"])
+        assert {name for name, node in turn["status"]["nodes"].items() if node["lost"]} == lost
+        assert turn["status"]["weight_frac"] == pytest.approx(share_left(lost))
     assert "has no node left" in last["error"]
     assert last["failed_s"] < 15.0
     assert last["status"]["state"] == "failed"
@@ -139,6 +149,7 @@ def test_a_killed_node_fails_its_requests_alone_and_a_stage_without_nodes_fails_
 
 def test_only_members_of_the_fleet_reach_an_engine(results):
     assert results["stranger"]["heard"] == {"none": False, "other": False, "own": True}
+    assert results["stranger"]["rows_from"] == ["own"]
 
 
 def test_a_node_whose_engine_is_gone_ends_itself(results):

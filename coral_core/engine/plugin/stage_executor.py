@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable
@@ -86,11 +87,12 @@ class StageExecutor(Executor):
         for name, hello in hellos.items():
             if hello["vllm"] != vllm_version:
                 raise LayoutError(f"node {name} runs vLLM {hello['vllm']}, the engine {vllm_version}: install the same")
+        secret = b"" if layout.encrypt or layout.key_file is None else secrets.token_bytes(32)
         for index, node in enumerate(layout.nodes):
-            self._hub.send(node.name, "start", config, node, index, layout)
-        self._pipeline.gather(self._names, "start", layout.start_s)
+            self._hub.send(node.name, "start", config, node, index, layout, secret)
+        addresses = dict(zip(self._names, self._pipeline.gather(self._names, "start", layout.start_s), strict=True))
         for number, stage_ahead in enumerate(layout.stages[1:]):
-            ahead = {node.name: hellos[node.name]["address"] for node in stage_ahead.nodes}
+            ahead = {node.name: addresses[node.name] for node in stage_ahead.nodes}
             for node in layout.stages[number].nodes:
                 self._hub.send(node.name, "next", ahead)
 

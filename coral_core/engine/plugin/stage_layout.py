@@ -67,6 +67,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """`listen`: HOST:PORT where nodes report; port 0 takes a free one, for local nodes only. LayoutError.
 
     `silence_s`: a node not heard of for so long is lost. `status_file`: where `stage_status` writes. `key_file` as for KV transfers.
+    `encrypt` False: activations go in clear, each message signed by a secret of this engine, which is much faster.
     """
 
     stages: tuple[Stage, ...]
@@ -75,6 +76,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     start_s: float = 600.0
     status_file: str | None = None
     key_file: str | None = None
+    encrypt: bool = True
 
     def __post_init__(self) -> None:
         if not self.stages:

@@ -42,12 +42,12 @@ class StageNode:
     """Serves one engine until it says `stop`."""
 
     def __init__(self, *, name: str, engine: str, host: str, port: int, key_file: str | None) -> None:
-        keys = keys_for(host, key_file)
-        self._wire = Wire(keys)
-        pull, address = self._wire.bound(zmq.PULL, host, port)
-        self._inbox = Inbox(pull)
+        self._wire = Wire(keys_for(host, key_file))
+        self._host, self._port = host, port
+        self._inbox: Inbox
+        self._secret = b""
         self._link = Link(wire=self._wire, address=f"tcp://{engine}", name=name)
-        self._link.send("hello", {"address": address, "vllm": vllm_version, "pid": os.getpid()})
+        self._link.send("hello", {"vllm": vllm_version, "pid": os.getpid()})
         self._outbox = Outbox(self._wire, {})
         self._delay_s = delay_s(os.environ.get(DELAY_VARIABLE, ""), name)
         self._finished: set[str] = set()
@@ -62,8 +62,11 @@ class StageNode:
         """Until told to stop; an error is told to the engine, which then goes on without this node."""
         try:
             while self._handle_all():
+                if not hasattr(self, "_backlog"):
+                    wait_for([self._link.socket], _IDLE_S)
+                    continue
                 self._inbox.read()
-                if hasattr(self, "_backlog") and (entries := self._backlog.take(self._ready)):
+                if entries := self._backlog.take(self._ready):
                     self._step(entries)
                 elif self._finished or self._metadata is not None:
                     self._step([])
@@ -84,7 +87,11 @@ class StageNode:
             getattr(self, f"_on_{message[0]}")(*message[1:])
         return True
 
-    def _on_start(self, config: VllmConfig, node: Node, index: int, layout: Layout) -> None:
+    def _on_start(self, config: VllmConfig, node: Node, index: int, layout: Layout, secret: bytes) -> None:
+        """Become node number `index`; activations are signed by the secret if there is one, else encrypted."""
+        self._secret = secret
+        pull, address = self._wire.bound(zmq.PULL, self._host, self._port, clear=bool(secret))
+        self._inbox = Inbox(pull, secret)
         stage = layout.stage_of(node.name)
         self._first = stage == 0
         self._has_kv = config.kv_transfer_config is not None
@@ -102,10 +109,10 @@ class StageNode:
         self._backlog = Backlog(
             most_requests=node.max_num_seqs or scheduler.max_num_seqs, most_tokens=scheduler.max_num_batched_tokens
         )
-        self._link.send("reply", None)
+        self._link.send("reply", address)
 
     def _on_next(self, addresses: dict[str, str]) -> None:
-        self._outbox = Outbox(self._wire, addresses)
+        self._outbox = Outbox(self._wire, addresses, self._secret)
 
     def _on_call(self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._link.send("reply", self._ranks.run("call", method, args, kwargs))

@@ -8,6 +8,8 @@ Both ends hold the fleet's key (CurveZMQ); without one, loopback only.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import os
 import pickle
@@ -61,10 +63,10 @@ class Wire:
             zap.bind(ZAP_ADDRESS)
             threading.Thread(target=self._admit, args=(zap, keys), name="coral-stage-zap", daemon=True).start()
 
-    def bound(self, kind: int, host: str, port: int) -> tuple[zmq.Socket[bytes], str]:
-        """A socket that listens, and its address."""
-        socket = self._socket(kind)
-        if self._keys is not None:
+    def bound(self, kind: int, host: str, port: int, *, clear: bool = False) -> tuple[zmq.Socket[bytes], str]:
+        """A socket that listens, and its address; `clear`: anybody may come."""
+        socket = self._socket(kind, host)
+        if self._keys is not None and not clear:
             self._keys.serve(socket)
         if port:
             socket.bind(f"tcp://{host}:{port}")
@@ -72,18 +74,21 @@ class Wire:
             port = socket.bind_to_random_port(f"tcp://{host}")
         return socket, f"tcp://{host}:{port}"
 
-    def connected(self, kind: int, address: str, identity: bytes | None = None) -> zmq.Socket[bytes]:
+    def connected(
+        self, kind: int, address: str, identity: bytes | None = None, *, clear: bool = False
+    ) -> zmq.Socket[bytes]:
         """A socket that talks to whoever listens at the address, under a name of its own if given."""
-        socket = self._socket(kind)
+        socket = self._socket(kind, address)
         if identity is not None:
             socket.setsockopt(zmq.IDENTITY, identity)
-        if self._keys is not None:
+        if self._keys is not None and not clear:
             self._keys.fetch(socket)
         socket.connect(address)
         return socket
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, where: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self.context.socket(kind)
+        socket.ipv6 = "[" in where
         socket.linger = 0
         socket.set_hwm(0)  # bounded by the requests in flight
         return socket
@@ -270,9 +275,10 @@ class Hop:
 
 @dataclass(slots=True)
 class Inbox:
-    """Activations that came, by step and request."""
+    """Activations that came, by step and request. With a `secret`, what is not signed by it has not come."""
 
     socket: zmq.Socket[bytes]
+    secret: bytes = field(default=b"", repr=False)
     rows: dict[tuple[int, str], Tensors] = field(default_factory=dict)
     _dropped: set[tuple[int, str]] = field(default_factory=set)
     hop: Hop = field(default_factory=Hop)
@@ -284,6 +290,8 @@ class Inbox:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            if self.secret and not hmac.compare_digest(_signature(self.secret, frames[1:]), frames.pop(0).bytes):
+                continue
             head = msgspec.msgpack.decode(frames[0].buffer, type=Rows)
             tensors = {
                 name: torch.frombuffer(bytearray(frame.buffer), dtype=_DTYPES[dtype]).view(-1, *shape)
@@ -308,8 +316,11 @@ class Inbox:
 class Outbox:
     """Sends activations to the nodes of the next stage."""
 
-    def __init__(self, wire: Wire, addresses: dict[str, str]) -> None:
-        self._sockets = {name: wire.connected(zmq.PUSH, address) for name, address in addresses.items()}
+    def __init__(self, wire: Wire, addresses: dict[str, str], secret: bytes = b"") -> None:
+        self._secret = secret
+        self._sockets = {
+            name: wire.connected(zmq.PUSH, address, clear=bool(secret)) for name, address in addresses.items()
+        }
 
     def send(self, node: str, parts: Sequence[tuple[int, str, int]], tensors: Tensors) -> None:
         """`tensors` hold the parts' rows one after another."""
@@ -322,12 +333,23 @@ class Outbox:
             sent_at=time.time(),
         )
         payload = [rows.view(torch.uint8).numpy().data for rows in host.values()]
-        self._sockets[node].send_multipart([msgspec.msgpack.encode(head), *payload])
+        frames = [memoryview(msgspec.msgpack.encode(head)), *payload]
+        signature = [_signature(self._secret, frames)] if self._secret else []
+        self._sockets[node].send_multipart([*signature, *frames])
 
     def drop(self, node: str) -> None:
         """Send the node no more."""
         if socket := self._sockets.pop(node, None):
             socket.close(linger=0)
+
+
+def _signature(secret: bytes, frames: Iterable[Any]) -> bytes:
+    digest = hashlib.blake2b(key=secret, digest_size=32)
+    for frame in frames:
+        view = memoryview(frame)
+        digest.update(view.nbytes.to_bytes(8, "big"))
+        digest.update(view)
+    return digest.digest()
 
 
 def wait_for(sockets: Sequence[zmq.Socket[bytes]], timeout_s: float) -> None:
