@@ -5,24 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from coral_core.config.scenario import ProfilesSpec
+from coral_core.domain.templates import CapacitySource
+
 _UNKNOWN_SHOWN: Final = 0.005
 """A smaller share of unknown error is not worth a reader's time."""
 
 
-def with_error_bars(parts: Sequence[tuple[float, float | None]]) -> dict[str, Any]:
+def with_error_bars(parts: Sequence[tuple[float, float | None]], *, at_slow_end: float = 0.0) -> dict[str, Any]:
     """Bounds of a capacity made of (throughput, 90th percentile of its relative error, None where not known).
 
     All parts are taken to be off by their own bar at once, in the same direction: no capacity is further off in nine of
-    ten comparisons of each. Parts of unknown error stand as they are; `error_unknown_frac` is their share.
-    `capacity_high` is None where an error is a whole or more.
+    ten comparisons of each. Parts of unknown error stand as they are; `error_unknown_frac` is their share,
+    and both bounds are None where no error is known. `capacity_high` is None where an error is a whole or more too.
+    `at_slow_end` is throughput beside the parts that is the slow end of its own bar already (`capacity.pessimistic`):
+    what it is at most is then not said.
     """
-    capacity = sum(throughput for throughput, _ in parts)
+    capacity = sum(throughput for throughput, _ in parts) + at_slow_end
     known = [(throughput, 0.0 if error is None else error) for throughput, error in parts]
     unknown = sum(throughput for throughput, error in parts if error is None)
+    if parts and not at_slow_end and all(error is None for _, error in parts):
+        return {"capacity_low": None, "capacity_high": None, "error_unknown_frac": 1.0}
     return {
-        "capacity_low": sum(throughput / (1 + error) for throughput, error in known),
+        "capacity_low": at_slow_end + sum(throughput / (1 + error) for throughput, error in known),
         "capacity_high": sum(throughput / (1 - error) for throughput, error in known)
-        if all(error < 1 for _, error in known)
+        if not at_slow_end and all(error < 1 for _, error in known)
         else None,
         "error_unknown_frac": unknown / capacity if capacity else 0.0,
     }
@@ -34,7 +41,7 @@ def error_bar_notes(coverage: Sequence[Mapping[str, Any]]) -> list[str]:
     short = [
         f"{row['model']} {row['phase']} {1 - row['capacity_low'] / row['demand']:.0%}"
         for row in coverage
-        if 0 < row["capacity_low"] < row["demand"] <= row["capacity"]
+        if row["capacity_low"] is not None and 0 < row["capacity_low"] < row["demand"] <= row["capacity"]
     ]
     if short:
         notes.append(
@@ -49,3 +56,17 @@ def error_bar_notes(coverage: Sequence[Mapping[str, Any]]) -> list[str]:
     if unknown:
         notes.append(f"capacity whose error is not known, since nothing was measured on its GPUs: {', '.join(unknown)}")
     return notes
+
+
+def unprofiled_notes(instances: Sequence[Mapping[str, Any]], profiles: ProfilesSpec | None) -> list[str]:
+    """Which instances of a plan rest on estimates although its scenario names profiles."""
+    if profiles is None:
+        return []
+    estimated = {
+        f"{row['model']} {row['phase']}" for row in instances if row["source"] == CapacitySource.ESTIMATED.value
+    }
+    if not estimated:
+        return []
+    return [
+        f"estimated, since {profiles.engine} has no profile for all of their nodes: instances of {', '.join(sorted(estimated))}"
+    ]

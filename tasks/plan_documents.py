@@ -21,10 +21,10 @@ from coral_core.config.resolve import ResolvedModel, ResolvedScenario
 from coral_core.domain.allocation import AllocationProblem, AllocationResult, DemandRow, InstanceCount
 from coral_core.domain.hardware import Market, market_name, split_market
 from coral_core.domain.model_math import weight_bytes
-from coral_core.domain.templates import ServingTemplate
+from coral_core.domain.templates import CapacitySource, ServingTemplate
 from coral_core.domain.workload import Phase
 from coral_core.units import GB
-from tasks.error_bars import error_bar_notes, with_error_bars
+from tasks.error_bars import error_bar_notes, unprofiled_notes, with_error_bars
 
 PLAN_SCHEMA_VERSION: Final = 2
 """1 knew neither markets nor exclusions and preferences; plans of it are still read."""
@@ -47,6 +47,7 @@ def plan_document(
     `unrunnable`: models and phases whose every template is left out because the plan's runtimes cannot run it.
     """
     answer = allocation_result_to_json(result)
+    careful = resolved.scenario.capacity.pessimistic
     return {
         "schema_version": PLAN_SCHEMA_VERSION,
         "kind": "predicted",
@@ -55,14 +56,19 @@ def plan_document(
         "created_at": now.isoformat(timespec="seconds"),
         "method": result.method,
         **{key: answer[key] for key in answer if key != "instances"},
-        "instances": [_instance(item, templates[item.template], problem, resolved) for item in result.instances],
+        "instances": (
+            rows := [_instance(item, templates[item.template], problem, resolved) for item in result.instances]
+        ),
         "demand": [_demand(row) for row in problem.demand],
-        "coverage": (coverage := [_coverage(row, problem, result, templates) for row in problem.demand]),
+        "coverage": (
+            coverage := [_coverage(row, problem, result, templates, careful=careful) for row in problem.demand]
+        ),
         "changes": _changes(problem, result),
         "notes": _failed_shards(snapshot)
         + _notes(resolved, problem, result, now, unrunnable)
         + _pipelines(result, templates)
-        + error_bar_notes(coverage),
+        + error_bar_notes(coverage)
+        + unprofiled_notes(rows, resolved.scenario.capacity.profiles),
     }
 
 
@@ -196,24 +202,37 @@ def _demand(row: DemandRow) -> dict[str, Any]:
 
 
 def _coverage(
-    row: DemandRow, problem: AllocationProblem, result: AllocationResult, templates: Mapping[str, ServingTemplate]
+    row: DemandRow,
+    problem: AllocationProblem,
+    result: AllocationResult,
+    templates: Mapping[str, ServingTemplate],
+    *,
+    careful: bool,
 ) -> dict[str, Any]:
-    """Demand against the capacity of all chosen templates that enter the row, in the row's own unit, with error bars."""
+    """Demand against the capacity of all chosen templates that enter the row, in the row's own unit, with error bars.
+
+    `careful`: estimates are at the slow end of their bars already.
+    """
     index = {template: i for i, template in enumerate(problem.templates.ids)}
     demand = row.tokens_per_s if row.tokens_per_s is not None else row.requests_per_s
     assert demand is not None
     parts: list[tuple[float, float | None]] = []
+    at_slow_end = 0.0
     for item in result.instances:
         i = index[item.template]
         if problem.templates.models[i] != row.model:
             continue
         phase, throughput = problem.templates.phases[i], float(problem.templates.throughput[i]) * item.count
-        error_frac = templates[item.template].error_frac
-        if phase is row.phase:
-            parts.append((throughput, error_frac))
-        elif phase is Phase.AGGREGATED and row.tokens_per_s is not None and row.requests_per_s:
-            parts.append((throughput * row.tokens_per_s / row.requests_per_s, error_frac))
-    capacity = sum(throughput for throughput, _ in parts)
+        template = templates[item.template]
+        if phase is Phase.AGGREGATED and phase is not row.phase and row.tokens_per_s is not None and row.requests_per_s:
+            throughput *= row.tokens_per_s / row.requests_per_s
+        elif phase is not row.phase:
+            continue
+        if careful and template.source is CapacitySource.ESTIMATED:
+            at_slow_end += throughput
+        else:
+            parts.append((throughput, template.error_frac))
+    capacity = at_slow_end + sum(throughput for throughput, _ in parts)
     return {
         "model": row.model,
         "phase": row.phase.value,
@@ -221,7 +240,7 @@ def _coverage(
         "demand": demand,
         "capacity": capacity,
         "utilization_frac": min(demand / capacity, 1.0) if capacity else None,
-        **with_error_bars(parts),
+        **with_error_bars(parts, at_slow_end=at_slow_end),
     }
 
 

@@ -11,7 +11,7 @@ from coral_core.cli.options import AsJson, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
 from coral_core.cli.report_file import ReportPath, check_report, write_report
 from coral_core.cli.work import open_configured_store
-from coral_core.errors import InputError
+from coral_core.errors import DataGapError, InputError
 
 DataFolder = Annotated[
     Path | None, Parameter(name="--data", help="Folder of reference data; default: CORAL_REFERENCE_DATA.")
@@ -56,6 +56,12 @@ def ledger(
     else:
         own, left_out = ([], {}) if runs is None else own_runs(runs, engine=engine)
         own += stored_profiles_compared(open_configured_store(store)) if profiles else []
+        if not own and not left_out:
+            raise DataGapError(
+                "there is nothing to compare: no runs and no profiles",
+                where="the store" if runs is None else runs.name,
+                fix="give runs with --runs, or store profiles with coral profile import or run",
+            )
         document = ledger_document(own, left_out, 0, held_out=False)
     if report is not None:
         time = SystemClock().now().isoformat(timespec="seconds")

@@ -40,6 +40,10 @@ def plan(
     scenario: ScenarioName = "tiny",
     dry_run: Annotated[bool, Parameter(negative="", help="Print the plan and record nothing.")] = False,
     report: ReportPath = None,
+    pessimistic: Annotated[
+        bool,
+        Parameter(negative="", help="Plan with the slow end of the estimates' error bars (`capacity.pessimistic`)."),
+    ] = False,
     keep_running: Annotated[
         bool, Parameter(negative="", help="Take the fleet's last recorded plan as what runs now (start-ups cost).")
     ] = False,
@@ -59,7 +63,7 @@ def plan(
     from tasks.plan import make_plan, running_from_plan
 
     check_report(report)
-    resolved = resolved_scenario(scenario)
+    resolved = resolved_scenario(scenario, pessimistic=pessimistic)
     opened = open_configured_store(store)
     fleet = fleet or load_settings().fleet
     snapshot = usable_library(

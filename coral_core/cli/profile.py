@@ -97,6 +97,9 @@ def import_profile(
     from tasks.profile_import import is_layer_time_table, points_of_layer_times, read_points
 
     models = load_models(load_settings().models)
+    for option, text in (("--engine", engine), ("--version", version), ("--source", source)):
+        if not text.strip():
+            raise InputError("is empty", where=option, fix="profiles of an engine that nobody knows are of no use")
     shape = model_by_any_name(models, model)
     place = find_config(load_catalog(catalog), config)
     if is_layer_time_table(file):
@@ -153,6 +156,8 @@ def show(
 
     profile = _found(open_configured_store(store), key)
     if chart is not None:
+        if not chart.parent.is_dir() or chart.is_dir():
+            raise InputError("cannot be written", where=str(chart), fix="name a file in a folder that exists")
         from tasks.profile_chart import profile_chart
 
         chart.write_text(profile_chart(profile), encoding="utf-8")

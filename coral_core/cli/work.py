@@ -26,12 +26,15 @@ def open_configured_store(url: str | None) -> Store:
     return open_store(url or load_settings().store_url)
 
 
-def resolved_scenario(name_or_path: str) -> ResolvedScenario:
-    """A scenario, its names looked up in the catalogue and among the user's models."""
+def resolved_scenario(name_or_path: str, *, pessimistic: bool = False) -> ResolvedScenario:
+    """A scenario, its names looked up in the catalogue and among the user's models; `pessimistic` as if it said so itself."""
     from coral_core.config.resolve import resolve_scenario
     from coral_core.config.scenario import load_scenario, scenario_place
 
     scenario = load_scenario(name_or_path)
+    if pessimistic:
+        capacity = scenario.capacity.model_copy(update={"pessimistic": True})
+        scenario = scenario.model_copy(update={"capacity": capacity})
     try:
         return resolve_scenario(scenario, user_models=load_settings().models)
     except CoralError as error:

@@ -251,3 +251,17 @@ def test_a_damaged_plan_does_not_hide_the_others(coral, here, small):
     assert code == 6
     assert len(json.loads(out)) == 1
     assert str(first) in err
+
+
+def test_careful_plans_count_on_the_slow_end_once(coral, small):
+    _, out, _ = coral("plan", "--scenario", small, "--dry-run", "--json")
+    middle = json.loads(out)
+    code, out, _ = coral("plan", "--scenario", small, "--pessimistic", "--dry-run", "--json")
+    careful = json.loads(out)
+    assert code == 0
+    assert careful["objective_usd_per_h"] > middle["objective_usd_per_h"]
+    for row in careful["coverage"]:
+        assert row["capacity_low"] == pytest.approx(row["capacity"])
+        assert row["capacity_high"] is None
+        assert row["error_unknown_frac"] == 0
+    assert not any("slow end" in note for note in careful["notes"])

@@ -154,6 +154,23 @@ def test_own_runs_without_a_prediction_are_counted_and_the_others_scored(
     assert "runs.csv:2: ttft_s is 'nan'" in capsys.readouterr().err
 
 
+def test_what_would_be_of_no_use_or_cannot_be_written_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, store = tmp_path / "times.csv", tmp_path / "store"
+    file.write_text(CSV, encoding="utf-8")
+    asked = ["profile", "import", str(file), "--model", "llama-3-70b", "--config", "g6.xlarge", "--source", "test"]
+    assert run([*asked, "--engine", "vllm", "--version", " ", "--dry-run"]) == 2
+    assert "--version: is empty" in capsys.readouterr().err
+    assert imported(file, store, "--json") == 0
+    key = json.loads(capsys.readouterr().out)["key"]
+    url = ["--store", f"file://{store}"]
+    assert run(["profile", "show", key, *url, "--chart", str(tmp_path / "none" / "x.svg")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert run(["ledger", "--profiles", "--store", f"file://{tmp_path / 'empty'}", "--json"]) == 4
+    assert "there is nothing to compare" in capsys.readouterr().err
+
+
 def test_tables_as_other_programs_write_them_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, store = tmp_path / "times.csv", tmp_path / "store"
     text = CSV.replace("prefill", "Prefill").replace("\n", "\r\n")
