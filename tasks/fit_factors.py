@@ -61,6 +61,8 @@ def fit_tables(folder: Path, *, as_of: date) -> dict[str, str]:
     """
     runs = [run for run in read_serving_runs(folder).runs if not run.queue_bound and run.engine == "vllm"]
     chosen = [run for run in runs if run.point.gpu.name in {"H100", "H200"}]
+    if not chosen:
+        raise DataGapError("there is no run of vLLM on H100 or H200 to fit to", where=str(folder))
     costs = asdict(Observed.of(chosen, load_factors()).costs())
     made = {"source": AIC.format(what="serving runs", how="vLLM 0.12 to 0.18 on H100 and H200"), "as_of": str(as_of)}
     compared, _, _ = compare(folder)

@@ -20,6 +20,9 @@ RUNS: Final = "perf/serving_runs_h100_h200.csv"
 QUEUE_BOUND: Final = 5.0
 """A run whose TTFT is more times that of its series at the lowest concurrency measures a queue."""
 
+_MORE: Final = "more cells than columns"
+_FETCH_AGAIN: Final = "cut short, or another file: fetch it again"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRun:
@@ -192,9 +195,31 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     if not path.is_file():
         raise DataGapError(f"there is no {path.name}", where=str(path.parent), fix="name the folder of reference data")
     with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        for row in reader:
-            yield reader.line_num, row
+        reader = csv.DictReader(file, restkey=_MORE)
+        try:
+            if any(not name for name in reader.fieldnames or [""]):
+                raise InputError("has no columns, or some without a name", where=f"{path.name}:1", fix=_FETCH_AGAIN)
+            for row in reader:
+                if _MORE in row or None in row.values():
+                    cells = "more" if _MORE in row else "fewer"
+                    place = f"{path.name}:{reader.line_num}"
+                    raise InputError(f"{cells} cells than columns", where=place, fix=_FETCH_AGAIN)
+                yield reader.line_num, _Row(row, path.name)
+            if reader.line_num < 2:
+                raise InputError("has no rows", where=path.name, fix=_FETCH_AGAIN)
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise InputError(f"cannot be read: {error}", where=path.name, fix=_FETCH_AGAIN) from None
+
+
+class _Row(dict[str, str]):
+    """A row that names its file where a column is asked for that the file lacks."""
+
+    def __init__(self, cells: dict[str, str], file: str) -> None:
+        super().__init__(cells)
+        self.file = file
+
+    def __missing__(self, column: str) -> str:
+        raise InputError(f"has no column {column!r}", where=f"{self.file}:1", fix=_FETCH_AGAIN)
 
 
 def _number(row: dict[str, str], column: str, where: str) -> float:
