@@ -7,7 +7,7 @@ from datetime import date
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coral_core.domain.workload import Phase
@@ -67,6 +67,8 @@ def test_both_phases_are_needed():
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), columns=st.integers(1, 5))
+@example(seed=173, columns=5)  # a variable that was free becomes 0 again
+@example(seed=411, columns=5)
 def test_least_squares_are_the_best_of_all_sets_of_free_variables(seed, columns):
     random = np.random.default_rng(seed)
     matrix, target = random.normal(size=(7, columns)), random.normal(size=7)
