@@ -106,7 +106,11 @@ def read_profile(store: Store, key: str) -> Profile:
         table = pq.read_table(pa.BufferReader(data))
         metadata = _Metadata.model_validate_json((table.schema.metadata or {}).get(_META, b"{}"))
     except (pa.ArrowException, ValidationError, OSError) as error:
-        raise StoreError(f"is no profile: {_first_line(error)}", where=store.url_of(key)) from None
+        raise StoreError(
+            f"is no profile: {_first_line(error)}",
+            where=store.url_of(key),
+            fix="remove it: the one before it then counts",
+        ) from None
     if not table.schema.remove_metadata().equals(SCHEMA) or metadata.format != FORMAT:
         raise StoreError(f"has another format than {FORMAT}", where=store.url_of(key))
     facts: dict[str, Any] = metadata.model_dump()

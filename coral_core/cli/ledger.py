@@ -51,6 +51,8 @@ def ledger(
     check_report(report)
     if markdown is not None and not markdown.parent.is_dir():
         raise InputError("no such folder", where=str(markdown.parent), fix="create it, or write elsewhere")
+    if markdown is not None and markdown.is_dir():
+        raise InputError("is a folder", where=str(markdown), fix="name a file in it, such as ledger.md")
     if runs is None and not profiles:
         document = make_ledger(reference_folder(data))
     else:

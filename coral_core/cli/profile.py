@@ -12,7 +12,7 @@ from coral_core.cli.options import AsJson, StoreUrl, WholeNumber
 from coral_core.cli.output import print_json, print_note, print_table, print_text
 from coral_core.cli.profile_run import run
 from coral_core.cli.work import open_configured_store
-from coral_core.errors import InputError
+from coral_core.errors import InputError, StoreError
 
 if TYPE_CHECKING:
     from artifacts.store import Store
@@ -130,17 +130,24 @@ def import_profile(
 
 
 @app.command(name="list")
-def list_all(*, store: StoreUrl = None, as_json: AsJson = False) -> None:
-    """List the newest profile of each model, node configuration and engine."""
+def list_all(*, store: StoreUrl = None, as_json: AsJson = False) -> int:
+    """List the newest profile of each model, node configuration and engine; those that cannot be read are named (exit code 6)."""
     from artifacts.profiles import list_profiles, read_profile
 
     opened = open_configured_store(store)
-    rows = [{**_summary(read_profile(opened, key)), "key": key} for key in list_profiles(opened)]
+    rows, damaged = [], 0
+    for key in list_profiles(opened):
+        try:
+            rows.append({**_summary(read_profile(opened, key)), "key": key})
+        except StoreError as error:
+            damaged += 1
+            print_note(f"coral: {error}")
     if as_json:
         print_json(rows)
-        return
-    columns = ("model", "config", "engine", "points", "tps", "as_of", "source")
-    print_table("Profiles (measured)", columns, [_cells(row, columns) for row in rows])
+    else:
+        columns = ("model", "config", "engine", "points", "tps", "as_of", "source")
+        print_table("Profiles (measured)", columns, [_cells(row, columns) for row in rows])
+    return StoreError.exit_code if damaged else 0
 
 
 @app.command

@@ -169,6 +169,24 @@ def test_what_would_be_of_no_use_or_cannot_be_written_is_refused(
     assert "cannot be written" in capsys.readouterr().err
     assert run(["ledger", "--profiles", "--store", f"file://{tmp_path / 'empty'}", "--json"]) == 4
     assert "there is nothing to compare" in capsys.readouterr().err
+    assert run(["ledger", "--profiles", "--store", f"file://{store}", "--markdown", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+
+
+def test_a_damaged_profile_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, store = tmp_path / "times.csv", tmp_path / "store"
+    file.write_text(CSV, encoding="utf-8")
+    assert imported(file, store, "--json") == 0
+    key = json.loads(capsys.readouterr().out)["key"]
+    assert imported(file, store, "--flag", "--enforce-eager") == 0
+    path = store / key
+    path.write_bytes(path.read_bytes()[:-10])
+    capsys.readouterr()
+    assert run(["profile", "list", "--store", f"file://{store}", "--json"]) == 6
+    out, err = capsys.readouterr()
+    assert [row["flags"] for row in json.loads(out)] == [["--enforce-eager"]]
+    assert f"{key}: is no profile" in err
+    assert "remove it: the one before it then counts" in err
 
 
 def test_tables_as_other_programs_write_them_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
