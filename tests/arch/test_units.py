@@ -15,7 +15,7 @@ QUANTITIES = {
 }
 """Words whose size means nothing without a unit."""
 
-UNIT = re.compile(r"(?:^|_)(?:s|h|us|ms|tokens|requests|bytes|bits|flops|usd|frac)$")
+UNIT = re.compile(r"(?:^|_)(?:s|h|us|ms|tokens|requests|bytes|gib|bits|flops|usd|frac)$")
 """The last word of a name that states its unit; `x_per_s` and `x_usd_per_h` end in one too."""
 
 PURE = {
