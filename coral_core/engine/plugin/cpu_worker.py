@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -49,14 +49,23 @@ class StageWorker(CPUWorker):
         per_layer_s, per_token_s = layer_delay_s(os.environ.get(LAYER_DELAY_VARIABLE, ""))
         self._delay_s += (end - first) * per_layer_s
         self._token_delay_s = (end - first) * per_token_s
+        if self._delay_s or self._token_delay_s:
+            self._slow_down()
         return times
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        """One step, after the stage's delay."""
-        tokens = scheduler_output.total_num_scheduled_tokens
-        if tokens and (self._delay_s or self._token_delay_s):
-            time.sleep(self._delay_s + tokens * self._token_delay_s)
-        return super().execute_model(scheduler_output)
+    def _slow_down(self) -> None:
+        """Sleep in every step once its input is there: a later stage would otherwise sleep beside the one before it."""
+        own = self.model_runner.execute_model
+
+        def slowed(scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:  # noqa: ANN401 - vLLM's
+            tokens = scheduler_output.total_num_scheduled_tokens
+            if tokens:
+                if hasattr(intermediate_tensors, "wait_for_comm"):
+                    intermediate_tensors.wait_for_comm()
+                time.sleep(self._delay_s + tokens * self._token_delay_s)
+            return own(scheduler_output, intermediate_tensors)
+
+        self.model_runner.execute_model = slowed
 
 
 def stage_delay_s(text: str, stage: int, stages: int) -> float:
