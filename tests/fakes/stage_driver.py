@@ -26,7 +26,7 @@ from vllm.config import KVTransferConfig
 
 from coral_core.engine.plugin import stage_wire
 from coral_core.engine.plugin.stage_rank import end_with_parent
-from coral_core.engine.plugin.stage_wire import Hub, Inbox, Link, Outbox, Wire, keys_for
+from coral_core.engine.plugin.stage_wire import Hub, Inbox, Link, Outbox, Wire, keys_for, wait_for
 from tests.fakes.stage_engine import (
     LAYOUTS,
     REQUESTS,
@@ -318,7 +318,11 @@ def stranger(model: str, port: int) -> dict[str, Any]:
         outbox.send("h", [(1, name, 1)], {"rows": torch.ones(1, 2)})
     garbage = wire.connected(zmq.PUSH, address)
     garbage.send_multipart([b"not", b"even", b"rows"])
-    time.sleep(2.0)
+    until = time.monotonic() + 30.0
+    while not inbox.rows and time.monotonic() < until:
+        wait_for([pull], 1.0)
+        inbox.read()
+    time.sleep(1.0)
     inbox.read()
     exit_code = os.waitstatus_to_exitcode(os.waitpid(members["own"], 0)[1])
     for name in ("none", "other"):
@@ -333,8 +337,10 @@ def fork_member(port: int, name: str, key_file: Path | None) -> int:
         end_with_parent()
         stage_wire.ENGINE_SILENCE_S = 3.0
         keys = keys_for("127.0.0.1", str(key_file) if key_file else None)
-        Link(wire=Wire(keys), address=f"tcp://127.0.0.1:{port}", name=name).send("hello", {})
-        time.sleep(120.0)
+        link = Link(wire=Wire(keys), address=f"tcp://127.0.0.1:{port}", name=name)
+        for _ in range(120):
+            link.send("hello", {})
+            time.sleep(1.0)
         os._exit(0)
     return pid
 

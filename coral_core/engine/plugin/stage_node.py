@@ -34,6 +34,7 @@ from coral_core.engine.plugin.stage_wire import Inbox, Link, Outbox, Wire, keys_
 logger = logging.getLogger("vllm.coral.stage")
 DELAY_VARIABLE: Final = "CORAL_NODE_DELAY_MS"
 _IDLE_S: Final = 0.5
+_HELLO_S: Final = 2.0
 _TRANSFER_S: Final = 0.005
 """How often an idle node looks whether a KV transfer has ended."""
 
@@ -47,7 +48,6 @@ class StageNode:
         self._inbox: Inbox
         self._secret = b""
         self._link = Link(wire=self._wire, address=f"tcp://{engine}", name=name)
-        self._link.send("hello", {"vllm": vllm_version, "pid": os.getpid()})
         self._outbox = Outbox(self._wire, {})
         self._delay_s = delay_s(os.environ.get(DELAY_VARIABLE, ""), name)
         self._finished: set[str] = set()
@@ -63,7 +63,9 @@ class StageNode:
         try:
             while self._handle_all():
                 if not hasattr(self, "_backlog"):
-                    wait_for([self._link.socket], _IDLE_S)
+                    # Again and again: what was sent before the engine listened may be lost.
+                    self._link.send("hello", {"vllm": vllm_version, "pid": os.getpid()})
+                    wait_for([self._link.socket], _HELLO_S)
                     continue
                 self._inbox.read()
                 if entries := self._backlog.take(self._ready):

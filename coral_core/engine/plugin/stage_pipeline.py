@@ -189,6 +189,8 @@ class Pipeline:
                 self._transfers.take(node, outputs)
             case ("lost", reason):
                 outcome.lost |= self._lose(node, reason)
+            case ("hello", _):
+                pass  # said again before it was heard
             case _:
                 logger.warning("node %s sent an unexpected %s", node, event[0])
 
