@@ -155,7 +155,9 @@ def test_a_replica_serves_what_its_template_promises(nodes):
     )  # fmt: skip
     template = best_template(table, nodes)
     decode = sim_instance("d", template, table, served, CONFIGS)
-    prefill = instance("p", stage(node(fixed_s=1e-6), layers=MODEL.layers), phase=Phase.PREFILL, model=MODEL.name)
+    prefill = instance(
+        "p", stage(node(fixed_s=1e-6), layers=MODEL.layers), phase=Phase.PREFILL, model=MODEL.name, variant=decode.variant
+    )
     random, count = np.random.default_rng(len(nodes)), 1500
     rate = LOAD * template.throughput / LENGTHS.mean_output_tokens
     arrival_s = np.cumsum(random.exponential(1 / rate, count))

@@ -89,8 +89,12 @@ def shape_of(values: dict[str, object], **changes: object):
     return model_from_hf_config(changed, name="m", where="config.json")
 
 
+UNREAD = {"kimi-k2.5", "minimax-m2.5"}
+"""Their files are nested or of an architecture that `coral models add` does not read; their rows were taken down by hand."""
+
+
 def test_every_package_model_is_covered():
-    assert set(PUBLISHED) == {name for name in load_models() if not name.startswith("tiny-")}
+    assert set(PUBLISHED) | UNREAD == {name for name in load_models() if not name.startswith("tiny-")}
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
