@@ -156,7 +156,11 @@ def test_a_replica_serves_what_its_template_promises(nodes):
     template = best_template(table, nodes)
     decode = sim_instance("d", template, table, served, CONFIGS)
     prefill = instance(
-        "p", stage(node(fixed_s=1e-6), layers=MODEL.layers), phase=Phase.PREFILL, model=MODEL.name, variant=decode.variant
+        "p",
+        stage(node(fixed_s=1e-6), layers=MODEL.layers),
+        phase=Phase.PREFILL,
+        model=MODEL.name,
+        variant=decode.variant,
     )
     random, count = np.random.default_rng(len(nodes)), 1500
     rate = LOAD * template.throughput / LENGTHS.mean_output_tokens
