@@ -86,7 +86,7 @@ servers: setup  ## Tests that start Ray, Prefect or S3 servers, or ask the packa
 .PHONY: engine
 engine: setup $(if $(CORAL_ENGINE_PYTHON),,engine-cpu)  ## Tests that start real vLLM on the CPU
 	CORAL_ENGINE_PYTHON=$(or $(CORAL_ENGINE_PYTHON),$(abspath $(ENGINE_VENV))/bin/python) \
-	  $(BIN)/pytest -m "engine and not nightly and not gpu" $(PYTEST_FLAGS)
+	  $(BIN)/pytest -n $(WORKERS) --dist loadfile -m "engine and not nightly and not gpu" $(PYTEST_FLAGS)
 
 .PHONY: nightly
 nightly: setup  ## Everything but GPU tests, with many random examples: hours
