@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +11,9 @@ from coral_core.domain.launch import NodeLaunch
 from coral_core.engine.kept import end_left_behind
 from coral_core.engine.process import EngineProcess, start_engine
 from coral_core.engine.scrape import EngineSample as Scraped
+from coral_core.engine.stage_status import StatusFile
 from coral_core.engine.state import Condition, EngineState
+from coral_core.errors import ServingError
 from coral_core.serving.control.messages import EngineSample, NodeState
 from coral_core.serving.control.runner import RunnerReport
 
@@ -35,15 +37,23 @@ class EngineRunner:
     _stopped: bool = field(default=False, init=False)
     _tokens: float | None = field(default=None, init=False)
     _progress_s: float | None = field(default=None, init=False)
+    _status: StatusFile = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._status = StatusFile(self.folder)
 
     def recover(self) -> None:
         """End what an earlier agent of this node has left behind."""
         end_left_behind(self.owner)
 
     def start(self, launch: NodeLaunch, url: str) -> None:
-        """Start it; see `start_engine`."""
+        """Start it; see `start_engine`. ServingError also where an earlier engine's status cannot be taken away."""
+        try:
+            self._status.clear()
+        except OSError as error:
+            raise ServingError(f"cannot take away an earlier engine's status: {error}", where=launch.node) from None
         self._engine = start_engine(
-            launch,
+            replace(launch, env={**launch.env, **self._status.env}) if launch.serves else launch,
             interpreter=self.interpreter,
             log=self.folder / LOG_FILE,
             owner=self.owner,
@@ -56,6 +66,7 @@ class EngineRunner:
             return RunnerReport(state=NodeState.IDLE)
         state = self._engine.state
         failure = state.failure
+        status = self._status.read() if self._engine.launch.serves else None
         return RunnerReport(
             state=_STATES[state.condition],
             doing=_doing(state),
@@ -64,6 +75,8 @@ class EngineRunner:
             # Of a failed engine something may be left until it is stopped.
             alive=state.condition is not Condition.ENDED and not self._stopped,
             sample=self._sample(self._engine.sample),
+            weight_frac=status.weight_frac if status else None,
+            lost_nodes=dict(status.lost_nodes) if status else {},
         )
 
     def stop(self, grace_s: float) -> None:

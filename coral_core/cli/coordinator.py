@@ -122,6 +122,12 @@ def _token(path: Path) -> str:
         raise InputError(f"cannot read the gateway's admin token: {error}", where=str(path)) from None
 
 
+def _weight(one: dict[str, Any]) -> str:
+    """The weight, beside it the share of a degraded instance that is left."""
+    left = one.get("weight_frac", 1.0)
+    return f"{one['weight']:g}{f' x {left:.2g}' if left < 1 else ''}{', draining' if one['draining'] else ''}"
+
+
 def _show(document: dict[str, Any], age_s: float) -> None:
     rows = [
         (
@@ -129,7 +135,7 @@ def _show(document: dict[str, Any], age_s: float) -> None:
             one["model"],
             one["stage"],
             f"{len(one['agents'])} of {one['nodes']}",
-            f"{one['weight']:g}{', draining' if one['draining'] else ''}",
+            _weight(one),
             one["reason"],
         )
         for one in document["instances"]

@@ -2,11 +2,12 @@
 
 The first node runs the engine and, as its child, its own part of the first stage; every other node runs `stage_node` and comes
 to the engine by itself. All nodes read the layout from the engine: layers per stage, each node's GPUs and its share of its
-stage's requests.
+stage's requests. Where the engine says what is left of it is for the node's agent to tell it (`stage_status`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,20 +31,24 @@ class Stages(Commands):
         """Where the nodes report to the engine."""
         return self.http_port + 1
 
+    @property
+    def _in_flight(self) -> int:
+        stages = self.template.placement.stages
+        return len(stages) * max(len(stage.nodes) for stage in stages)
+
     def plan(self) -> LaunchPlan:
         """The engine's node first, then the others in the order of the stages."""
         first, *others = self.places
         return self.whole([self._engine(first), *(self._stage_node(place) for place in others)])
 
     def _engine(self, place: NodePlace) -> NodeLaunch:
-        stages = self.template.placement.stages
         parallel: Mapping[str, object] = {
             "--distributed-executor-backend": EXECUTOR,
             "--additional-config": compact({"coral_stages": self._layout()}),
         }
         argv = self.serve(
             parallel,
-            in_flight=len(stages) * max(len(stage.nodes) for stage in stages),
+            in_flight=self._in_flight,
             links=["--no-async-scheduling", "--no-enable-prefix-caching", *self.answers()],
         )
         return self.node(place, argv, self._env(place), (self.http_port, self.listen_port))
@@ -57,16 +62,19 @@ class Stages(Commands):
         )
 
     def _layout(self) -> dict[str, object]:
-        throughputs = self._throughputs()
+        throughputs, (requests, _) = self._throughputs(), self._limits(self._in_flight)
         numbers = iter(range(len(self.places)))
         stages = []
         for stage in self.template.placement.stages:
             mine = [next(numbers) for _ in stage.nodes]
+            whole = sum(throughputs[i] for i in mine)
+            unlike = len({throughputs[i] for i in mine}) > 1
             nodes = [
                 {
                     "name": self.places[i].node,
                     "throughput": throughputs[i],
                     "tp": self.layouts[i].tp,
+                    **({"max_num_seqs": math.ceil(requests * throughputs[i] / whole)} if unlike else {}),
                     **({"local": True} if i == 0 else {}),
                 }
                 for i in mine

@@ -44,6 +44,7 @@ class _Weight(msgspec.Struct, forbid_unknown_fields=True):
 class _Readiness(msgspec.Struct, forbid_unknown_fields=True):
     ready: bool
     failed: str = ""
+    weight_frac: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ def _weigh(gateway: Gateway, name: str, body: bytes) -> dict[str, object]:
 
 def _report(gateway: Gateway, name: str, body: bytes) -> dict[str, object]:
     said = _parsed(body, _Readiness)
-    gateway.table.report(name, ready=said.ready, failed=said.failed[:_MOST_REASON])
+    gateway.table.report(name, ready=said.ready, failed=said.failed[:_MOST_REASON], weight_frac=said.weight_frac)
     return {}
 
 
@@ -144,6 +145,7 @@ def _row(one: Member) -> dict[str, object]:
         "url": one.spec.url,
         "region": one.spec.region,
         "weight": one.weight,
+        "weight_frac": one.weight_frac,
         "ready": one.ready,
         "answers": one.answers,
         "silent_probes": one.silent_probes,

@@ -42,7 +42,7 @@ class _Now(Collector):
             GaugeMetricFamily("coral_gateway_instance_in_flight_requests", "Requests it is at work on.", labels=labels),
         ]
         for one in self._table.members:
-            values = (float(one.takes_requests), one.weight, float(one.in_flight))
+            values = (float(one.takes_requests), one.routed_weight, float(one.in_flight))
             for gauge, value in zip(gauges, values, strict=True):
                 gauge.add_metric((one.spec.model, one.spec.name, one.spec.phase), value)
         yield from gauges

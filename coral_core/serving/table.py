@@ -75,7 +75,7 @@ class InstanceSpec:
 class Member:
     """An instance at work. `reported`: what its agent last said, if any; `closed_until_s`: set aside after failures.
 
-    `failed`: why it was given up for good, if it was. `on_gone` is called when it stops answering: streams from it may never end by themselves.
+    `weight_frac`: what of its throughput is left, as its agents say. `failed`: why it was given up for good, if it was. `on_gone` is called when it stops answering: streams from it may never end by themselves.
     """
 
     spec: InstanceSpec
@@ -83,6 +83,7 @@ class Member:
     draining: bool = False
     answers: bool = False
     reported: bool | None = None
+    weight_frac: float = 1.0
     failed: str = ""
     in_flight: int = 0
     failures: int = 0
@@ -94,6 +95,11 @@ class Member:
     def ready(self) -> bool:
         """Whether it answers and nobody says otherwise."""
         return self.answers and self.reported is not False
+
+    @property
+    def routed_weight(self) -> float:
+        """What it is routed by: of its weight what is left."""
+        return self.weight * self.weight_frac
 
     @property
     def takes_requests(self) -> bool:
@@ -118,7 +124,7 @@ class ModelPool:
 
     def rate(self, members: Iterable[Member]) -> float:
         """Requests/s that these serve together."""
-        return sum(self.terms.requests_per_s(one.spec.phase, one.weight) for one in members)
+        return sum(self.terms.requests_per_s(one.spec.phase, one.routed_weight) for one in members)
 
 
 class RoutingTable:
@@ -186,17 +192,23 @@ class RoutingTable:
         self._reopen(self._of[name])
         return member.in_flight == 0
 
-    def report(self, name: str, *, ready: bool, failed: str = "") -> None:
+    def report(self, name: str, *, ready: bool, failed: str = "", weight_frac: float = 1.0) -> None:
         """What the instance's agents say of it; `False` holds until they say `True`. `failed`: why it is given up for good.
 
-        Raises ServingError if not known, InputError for one that is ready and failed.
+        `weight_frac`: it is routed by so much of its weight. Raises ServingError if not known, InputError for one that is
+        ready and failed, or a share that is none.
         """
+        if not 0 < weight_frac <= 1:
+            raise InputError(f"{weight_frac!r} is no share: above 0, at most 1", where=f"{name}.weight_frac")
         if ready and failed:
             raise InputError("is ready and failed at once", where=f"{name}.readiness")
         member = self.find(name)
         if member is None:
             raise ServingError(f"instance {name!r} is not known", fix="register it first, with its address")
         member.reported, member.failed = ready, failed
+        if member.weight_frac != weight_frac:
+            member.weight_frac = weight_frac
+            self._rebuild(self._of[name])
         self._reopen(self._of[name])
         for call in tuple(member.on_gone) if failed else ():
             call()
@@ -260,7 +272,7 @@ class RoutingTable:
         for name, one in pool.members.items():
             if one.weight > 0:
                 key = one.spec.region if one.spec.phase is Phase.DECODE else Phase.AGGREGATED
-                weights.setdefault(key, {})[name] = pool.terms.requests_per_s(one.spec.phase, one.weight)
+                weights.setdefault(key, {})[name] = pool.terms.requests_per_s(one.spec.phase, one.routed_weight)
         pool.begin = Rotation.of(weights.pop(Phase.AGGREGATED, {}))
         pool.decode = {str(region): Rotation.of(found) for region, found in weights.items()}
         self._reopen(pool)

@@ -1,12 +1,18 @@
-"""A fake engine as a program: `control_engine.py PORT`. Answers as `fake_engine` does, and /health and /metrics besides."""
+"""A fake engine as a program: `control_engine.py PORT`. Answers as `fake_engine` does, and /health and /metrics besides.
+
+POST /status writes its body where the stage executor would write what is left of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from pathlib import Path
 
 from aiohttp import web
 
+from coral_core.engine.stage_status import STATUS_VARIABLE
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.gateway_case import MODEL
 
@@ -27,7 +33,15 @@ async def main(port: int) -> None:
         running = f'vllm:num_requests_running{{engine="0"}} {engine.running}\n'
         return web.Response(text=f'{running}vllm:iteration_tokens_total_count{{engine="0"}} {steps}\n')
 
+    async def status(request: web.Request) -> web.Response:
+        path = Path(os.environ[STATUS_VARIABLE])
+        new = path.with_name(f"{path.name}.new")
+        new.write_bytes(await request.read())
+        new.replace(path)
+        return web.Response()
+
     app = web.Application()
+    app.router.add_post("/status", status)
     app.router.add_get("/health", well)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/v1/models", engine.models)

@@ -161,6 +161,16 @@ class Processes:
     def stage(self, name: str) -> str:
         return next((one["stage"] for one in self.state()["instances"] if one["instance"] == name), "")
 
+    def write_status(self, name: str, state: str, weight_frac: float, **lost: str | None) -> None:
+        """Have the engine of the instance's first node say what is left of it, node numbers as `n0`."""
+        nodes = {node.removeprefix("n"): {"stage": 0, "lost": why} for node, why in lost.items()}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.engine_ports[name, 0]}/status",
+            data=json.dumps({"state": state, "weight_frac": weight_frac, "nodes": nodes, "pid": 1}).encode(),
+        )
+        with urllib.request.urlopen(request, timeout=5) as response:
+            assert response.status == 200
+
     def ask(self) -> int:
         """The status of one request to the gateway; 0: it does not answer."""
         body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 2}).encode()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 import msgspec
 
@@ -86,6 +88,7 @@ class Engine:
     begun_s: float
     fault: str = ""
     ended: bool = False
+    knows: bool = True  # of an engine that goes on without nodes: whether it notices that they are lost
 
     def state(self, now_s: float) -> NodeState:
         if self.fault:
@@ -116,6 +119,8 @@ class Agent:
     progress_age_s: float | None = 0.0
     connection: bytes = b""
     engine: Engine | None = None
+    weight_frac: float | None = None
+    lost_nodes: dict[str, str] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)
 
     def report(self, now_s: float) -> NodeReport:
@@ -131,13 +136,17 @@ class Agent:
             alive=self.engine.alive,
             leaving=self.leaving,
             sample=EngineSample(running_requests=1, waiting_requests=0, progress_age_s=self.progress_age_s),
+            weight_frac=self.weight_frac,
+            lost_nodes=self.lost_nodes,
         )
 
 
 class World:
     """What there is in truth; `coordinator` is the one part under test, and may be away (None)."""
 
-    def __init__(self, shape: dict[str, int]) -> None:
+    def __init__(self, shape: dict[str, int], *, wide: Sequence[str] = ()) -> None:
+        """`wide`: instances whose nodes are one stage of alike nodes, of which the first one runs the engine."""
+        self.wide = wide
         self.now_s = 100.0
         self.agents = {(name, node): Agent(name, node, nodes) for name, nodes in shape.items() for node in range(nodes)}
         self.rows: dict[str, GatewayRow] = {}
@@ -154,11 +163,27 @@ class World:
     def advance(self, seconds: int) -> None:
         for _ in range(seconds):
             self.now_s += 1.0
+            for name in self.wide:
+                self._engine_looks_round(name)
             self._agents_speak()
             if self.coordinator is not None:
                 self._carry_out(self.coordinator.tick(self.now_s))
                 self._sync_gateway()
                 self.written = msgspec.json.decode(msgspec.json.encode(self._document()))
+
+    def _engine_looks_round(self, name: str) -> None:
+        """Once ready the engine notes nodes whose part has died, for good: they do not come back."""
+        first = self.agents[name, 0]
+        if first.engine is None:
+            first.weight_frac, first.lost_nodes = None, {}
+            return
+        if first.engine.state(self.now_s) is not NodeState.READY or not first.engine.knows:
+            return
+        for node in range(1, first.nodes):
+            engine = self.agents[name, node].engine
+            if engine is None or not engine.alive:
+                first.lost_nodes = {**first.lost_nodes, str(node): "its connection ended"}
+        first.weight_frac = float(Fraction(first.nodes - len(first.lost_nodes), first.nodes))
 
     def _agents_speak(self) -> None:
         for agent in self.agents.values():
@@ -242,8 +267,10 @@ class World:
                 facts = {"draining": False, "answers": False, "reported": None, "failed": "", "in_flight": 0}
                 self.rows[name] = GatewayRow(name=name, **{**facts, **call.body, "phase": Phase(call.body["phase"])})
             case "PUT", ["readiness"]:
-                said = {"failed": "", **call.body}
-                self.rows[name] = replace(self.rows[name], reported=said["ready"], failed=said["failed"])
+                said = {"failed": "", "weight_frac": 1.0, **call.body}
+                self.rows[name] = replace(
+                    self.rows[name], reported=said["ready"], failed=said["failed"], weight_frac=said["weight_frac"]
+                )
             case "POST", ["drain"]:
                 self.rows[name] = replace(self.rows[name], draining=True)
             case "DELETE", []:

@@ -1,10 +1,11 @@
 """A program that behaves as an engine does, as its process is seen from outside. Standard library alone; starts in 50 ms.
 
-usage: engine_program.py PORT [deaf] [children] [dies] [exits CODE] [prints FILE] [never] [refuses]
+usage: engine_program.py PORT [deaf] [children] [dies] [exits CODE] [prints FILE] [never] [refuses] [writes FILE]
 
 It says vLLM's lines and answers /health, /v1/models, /v1/completions and /metrics. /stop makes it stand still, /go lets it go on.
 `deaf`: ignores SIGTERM. `children`: starts a deaf process in a session of its own, /child tells its id. `dies`: is killed
 by a signal. `exits`: leaves with a code, after FILE was printed. `never`: stays silent. `refuses`: from /stop on, completions fail.
+`writes`: /status puts FILE where an engine that can go on without nodes says what is left of it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Handler(BaseHTTPRequestHandler):
 
     child = 0
     refuses = False
+    status = Path()
 
     def do_GET(self) -> None:
         match self.path:
@@ -38,6 +40,10 @@ class Handler(BaseHTTPRequestHandler):
                 go.clear()
             case "/go":
                 go.set()
+            case "/status":
+                new = Path(f"{os.environ['CORAL_STAGE_STATUS']}.new")
+                new.write_bytes(self.status.read_bytes())
+                new.replace(os.environ["CORAL_STAGE_STATUS"])
             case "/metrics":
                 steps, running = figures["steps"], figures["running"]
                 self.answer(
@@ -92,6 +98,8 @@ def main() -> None:
     if "exits" in words:
         sys.exit(int(words[words.index("exits") + 1]))
     Handler.refuses = "refuses" in words
+    if "writes" in words:
+        Handler.status = Path(words[words.index("writes") + 1])
     say("(APIServer pid=1) INFO 01-01 00:00:00 [utils.py:1] non-default args: {}")
     say("(Worker pid=2) INFO 01-01 00:00:00 [loader.py:1] Loading weights took 0.01 seconds")
     server = ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)

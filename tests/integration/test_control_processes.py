@@ -95,6 +95,40 @@ def test_an_engine_that_dies_or_hangs_condemns_its_instance_and_nothing_else(pro
     assert not processes.row("other")["failed"]
 
 
+def test_an_instance_whose_engine_goes_on_without_a_node_is_degraded(processes):
+    for node in range(2):
+        processes.start_agent("wide", node, 2)
+    ready(processes, "wide")
+    processes.write_status("wide", "ready", 1.0, n0=None, n1=None)
+    processes.admin("PUT", "/instances/wide/weight", {"weight": 4.0})
+
+    def shares() -> list[object]:
+        return [one["weight_frac"] for one in processes.state()["instances"]]
+
+    begun_s = time.monotonic()
+    processes.kill("wide-1")
+    processes.write_status("wide", "degraded", 0.75, n0=None, n1="its connection ended")
+    until(lambda: processes.row("wide").get("weight_frac") == 0.75, within_s=NOTICED_S, what="its share falls")
+    assert time.monotonic() - begun_s < NOTICED_S
+    time.sleep(LOST_S + 6.0)  # its agent is long lost, and what it could have said overdue
+    assert processes.stage("wide") == "ready"
+    assert processes.ask() == 200
+
+    # The reallocation's weight stays the full one, through restarts of both.
+    for who, start in (("gateway", processes.start_gateway), ("coordinator", processes.start_coordinator)):
+        processes.kill(who)
+        start()
+        until(lambda: processes.ask() == 200, within_s=15, what=f"served with a new {who}")
+        until(lambda: processes.row("wide")["weight_frac"] == 0.75, within_s=10, what=f"kept by a new {who}")
+        assert processes.row("wide")["weight"] == 4.0
+    assert shares() == [0.75]
+
+    processes.write_status("wide", "failed", 0.0, n0="its connection ended", n1="its connection ended")
+    until(lambda: processes.row("wide").get("failed"), within_s=NOTICED_S, what="it has failed whole")
+    assert "a stage has no node left" in processes.row("wide")["failed"]
+    until(lambda: not processes.engines("wide"), within_s=NOTICED_S, what="its engine is ended")
+
+
 def test_strangers_doubles_and_sleepers(processes, capsys):
     from coral_core.cli.entry import run as run_coral
     from coral_core.serving.control.curve import KeyPair, write_private

@@ -95,6 +95,12 @@ def test_one_that_is_given_up_gets_nothing_and_its_streams_do_not_hang():
             assert (row["failed"], row["answers"], row["ready"]) == ("node 1: its rank is dead", True, False)
             wrong = {"ready": True, "failed": "both"}
             assert (await case.admin("PUT", f"/instances/{failed}/readiness", wrong))[0] == 400
+            left = {"ready": True, "weight_frac": 0.5}
+            assert (await case.admin("PUT", f"/instances/{failed}/readiness", left))[0] == 200
+            rows = (await case.admin("GET", "/instances"))[1]["instances"]
+            assert [row["weight_frac"] for row in rows if row["name"] == failed] == [0.5]
+            wrong = {"ready": True, "weight_frac": 0}
+            assert (await case.admin("PUT", f"/instances/{failed}/readiness", wrong))[0] == 400
             await case.admin("PUT", f"/instances/{failed}/readiness", {"ready": True})
             assert await asyncio.to_thread(engine.ready, instance(failed)) is Readiness.READY
 

@@ -10,7 +10,8 @@ from coral_core.serving.control.held import Stage
 from coral_core.serving.control.messages import NodeState
 from tests.fakes.control_world import LOAD_S, TERMS, World
 
-SHAPE = {"one": 1, "two": 2, "three": 3}
+SHAPE = {"one": 1, "two": 2, "three": 3, "wide": 3}
+WIDE = ("wide",)
 NODES = [(name, node) for name, nodes in SHAPE.items() for node in range(nodes)]
 NOTICE_S = int(TERMS.lost_s + TERMS.unheard_grace_s)
 
@@ -18,7 +19,7 @@ NOTICE_S = int(TERMS.lost_s + TERMS.unheard_grace_s)
 class Control(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(SHAPE)
+        self.world = World(SHAPE, wide=WIDE)
         self.blamed: set[str] = set()
         self.weights: dict[str, float] = {}
 
@@ -27,8 +28,14 @@ class Control(RuleBasedStateMachine):
         """Half of the stories begin with instances that serve, and are weighed as a reallocation does."""
         if settled:
             self.world.advance(LOAD_S + 4)
-            for name, weight in zip(SHAPE, (1.0, 3.0, 7.0), strict=True):
+            for name, weight in zip(SHAPE, (1.0, 3.0, 7.0, 5.0), strict=True):
                 self.a_reallocation_weighs(name, weight)
+
+    def condemn(self, where):
+        """A node is about to die, and with it its instance, unless the engine goes on without it."""
+        name, node = where
+        if name not in WIDE or node == 0 or self.world.agents[name, 0].weight_frac is None:
+            self.blamed.add(name)
 
     # ---- what may happen
 
@@ -40,16 +47,18 @@ class Control(RuleBasedStateMachine):
     def an_engine_fails(self, where):
         agent = self.world.agents[where]
         if agent.engine is not None and agent.engine.alive:
+            self.condemn(where)
             self.world.fault(*where)
-            self.blamed.add(where[0])
+            self.world.advance(2)
 
     @rule(where=st.sampled_from(NODES))
     def an_agent_is_killed(self, where):
         agent = self.world.agents[where]
         if agent.alive:
             if agent.engine is not None:
-                self.blamed.add(where[0])
+                self.condemn(where)
             self.world.kill_agent(*where)
+            self.world.advance(2)
 
     @rule(where=st.sampled_from(NODES))
     def an_agent_comes_back(self, where):
@@ -92,6 +101,7 @@ class Control(RuleBasedStateMachine):
     @rule(remembers=st.booleans())
     def a_coordinator_starts(self, remembers):
         self.world.restart_coordinator(remembers=remembers)
+        self.world.advance(2)
         if not remembers:  # only the gateway knows then, until agents and it have been heard
             self.weights = {}
             self.world.advance(3)
@@ -160,6 +170,12 @@ class Control(RuleBasedStateMachine):
             one = world.coordinator.held[name]
             engines = [world.agents[name, node].engine for node in range(nodes)]
             states = [engine.state(world.now_s) if engine else NodeState.IDLE for engine in engines]
+            first = world.agents[name, 0]
+            if first.weight_frac is not None and not one.stage.over:
+                assert set(one.lost_nodes) == set(first.lost_nodes)
+                assert not any(engines[int(node)] and engines[int(node)].alive for node in first.lost_nodes)
+                assert one.stage is not Stage.READY or world.rows[name].weight_frac == first.weight_frac
+                states = [state for node, state in enumerate(states) if str(node) not in first.lost_nodes]
             if one.stage.over:
                 assert name in self.blamed
                 assert not any(engine is not None and engine.alive for engine in engines), (one, states)

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import urllib.request
 import uuid
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -23,6 +24,7 @@ from coral_core.config.resolve import resolve_scenario
 from coral_core.config.scenario import load_scenario
 from coral_core.domain.fleet import spec_of
 from coral_core.domain.launch import Device, EngineTerms, ModelTerms, NodeLaunch, NodePlace
+from coral_core.engine.stage_status import STATUS_FILE
 from coral_core.errors import InputError, ServingError
 from coral_core.serving.control.held import AskPlan
 from coral_core.serving.control.messages import NodeState
@@ -256,9 +258,11 @@ def test_status_shows_what_was_written_down(files, capsys):
     arguments = ["coordinator", "status", "--config", str(files / "coordinator.yaml")]
     assert run(arguments) == 8
     assert "no coordinator has run here" in capsys.readouterr().err
-    world = World({"one": 1, "two": 2})
-    world.advance(8)
+    world = World({"one": 1, "two": 2, "wide": 3}, wide=("wide",))
+    world.advance(10)
+    world.rows["wide"] = replace(world.rows["wide"], weight=4.0)
     world.fault("two", 1, "its rank is dead")
+    world.fault("wide", 1, "its part has died")
     world.advance(2)
     counts = dict.fromkeys(("refused_keys", "withdrawn_keys", "other_versions", "garbage"), 0)
     document = {**world.written, **counts, "gateway_trouble": "", "agents_file_trouble": ""}
@@ -266,6 +270,8 @@ def test_status_shows_what_was_written_down(files, capsys):
     assert run(arguments) == 0
     shown = capsys.readouterr()
     assert "node 1: its rank is dead" in shown.out
+    assert "4 x 0.67" in shown.out
+    assert "degraded, 67% of its throughput is left" in " ".join(shown.out.split())
     assert "does not run" not in shown.err
     late = {"at": (datetime.now(UTC) - timedelta(minutes=5)).isoformat(), "garbage": 3, "gateway_trouble": "it is away"}
     write_state(files / "coordinator", document | late)
@@ -277,7 +283,7 @@ def test_status_shows_what_was_written_down(files, capsys):
     assert run([*arguments, "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert read["running"] is False
-    assert [one["stage"] for one in read["instances"]] == ["ready", "failed"]
+    assert [one["stage"] for one in read["instances"]] == ["ready", "failed", "ready"]
     write_state(files / "coordinator", document | {"at": datetime.now(UTC).isoformat(), "instances": []})
     assert run(arguments) == 0
     assert "no agent has registered" in capsys.readouterr().out
@@ -324,12 +330,18 @@ def test_an_engine_as_an_agent_sees_it(tmp_path):
     runner.recover()
     runner.stop(1.0)
     runner = replace_runner(runner)
-    runner.start(launch(), f"http://127.0.0.1:{port}")
+    (tmp_path / STATUS_FILE).write_text('{"state": "failed", "weight_frac": 0, "nodes": {}}', encoding="utf-8")
+    runner.start(launch("writes", str(tmp_path / "status.text")), f"http://127.0.0.1:{port}")
     until(lambda: runner.report().state is NodeState.READY, within_s=20, what="it is ready")
     until(lambda: runner.report().sample is not None, within_s=10, what="it is scraped")
     assert runner.report().sample.running_requests == 0
     assert runner.report().alive
     assert (tmp_path / LOG_FILE).exists()
+    assert (runner.report().weight_frac, runner.report().lost_nodes) == (None, {})  # nothing left of an earlier engine
+    said = {"state": "degraded", "weight_frac": 0.5, "nodes": {"0": {"lost": None}, "1": {"lost": "gone"}}}
+    (tmp_path / "status.text").write_text(json.dumps(said), encoding="utf-8")
+    urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=5).close()
+    assert (runner.report().weight_frac, runner.report().lost_nodes) == (0.5, {"1": "gone"})
     runner.stop(2.0)
     assert (runner.report().state, runner.report().alive) == (NodeState.ENDED, False)
     failing = replace_runner(runner)

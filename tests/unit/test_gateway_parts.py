@@ -89,6 +89,24 @@ def test_rates_and_bounds_follow_the_units_of_the_phases():
     assert TERMS.max_handover_s == pytest.approx(0.1 * 0.2 * 49)
 
 
+def test_a_degraded_instance_is_routed_by_what_is_left_of_its_weight():
+    table = table_of(a=Phase.AGGREGATED, b=Phase.AGGREGATED)
+    pool = table.pools["m"]
+    whole = pool.rate(pool.in_phase(Phase.AGGREGATED))
+    table.report("a", ready=True, weight_frac=0.5)
+    picked = [table.first("m").spec.name for _ in range(30)]
+    assert (picked.count("a"), picked.count("b")) == (10, 20)
+    assert pool.rate(pool.in_phase(Phase.AGGREGATED)) == 0.75 * whole
+    before = table.find("a").weight
+    table.set_weight("a", 2 * before)  # a reallocation's, of the whole
+    assert (table.find("a").weight, table.find("a").routed_weight) == (2 * before, before)
+    table.report("a", ready=True)
+    assert table.find("a").routed_weight == 2 * before
+    for wrong in (0.0, -1.0, 1.5, float("nan"), float("inf")):
+        with pytest.raises(InputError, match=r"a\.weight_frac"):
+            table.report("a", ready=True, weight_frac=wrong)
+
+
 def test_decode_that_falls_behind_closes_the_door_too():
     table = table_of(p=Phase.PREFILL, d=Phase.DECODE)
     pool = table.pools["m"]

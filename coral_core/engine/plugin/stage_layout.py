@@ -8,6 +8,7 @@ Pure: imports neither the engine nor torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeAlias
 
@@ -15,6 +16,8 @@ import msgspec
 
 CONFIG_KEY: Final = "coral_stages"
 """Under which `--additional-config` carries the layout."""
+STATUS_VARIABLE: Final = "CORAL_STAGE_STATUS"
+"""Where the status goes if the layout does not say: whoever starts the engine knows its folder, who made the layout does not."""
 LOOPBACK: Final = ("127.", "localhost", "[::1]")
 
 Path: TypeAlias = tuple[str, ...]
@@ -66,7 +69,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`listen`: HOST:PORT where nodes report; port 0 takes a free one, for local nodes only. LayoutError.
 
-    `silence_s`: a node not heard of for so long is lost. `status_file`: where `stage_status` writes. `key_file` as for KV transfers.
+    `silence_s`: a node not heard of for so long is lost. `status_file`: where the status is written (else to `STATUS_VARIABLE`). `key_file` as for KV transfers.
     `encrypt` False: activations go in clear, each message signed by a secret of this engine, which is much faster.
     """
 
@@ -115,9 +118,12 @@ def layout_of(additional_config: Mapping[str, Any] | None) -> Layout:
     if given is None:
         raise LayoutError(f"--additional-config has no {CONFIG_KEY!r}: it says which node runs which layers")
     try:
-        return msgspec.convert(given, Layout)
+        layout = msgspec.convert(given, Layout)
     except msgspec.ValidationError as error:
         raise LayoutError(f"--additional-config {CONFIG_KEY}: {error}") from None
+    return (
+        layout if layout.status_file else msgspec.structs.replace(layout, status_file=os.environ.get(STATUS_VARIABLE))
+    )
 
 
 def is_loopback(host: str) -> bool:

@@ -175,6 +175,8 @@ class _Agent:
             alive=seen.alive,
             leaving=self.leaving,
             sample=seen.sample,
+            weight_frac=seen.weight_frac,
+            lost_nodes={name: shortened(why, 500) for name, why in seen.lost_nodes.items()},
         )
 
     def _obey(self, frames: list[bytes], end: AgentEnd) -> None:

@@ -15,7 +15,8 @@ def gateway_calls(held: Iterable[Held], rows: Mapping[str, GatewayRow]) -> list[
     """Calls in order. Instances that the gateway has from elsewhere are left alone.
 
     An instance is made known once it is ready, with weight 0, which a reallocation then sets; one that the gateway has lost
-    gets back the weight and the draining that it was last seen to have. One that is over is said to have failed, so that
+    gets back the weight and the draining that it was last seen to have. Of a degraded one the weight stays the full one, beside
+    the share of it that is left. One that is over is said to have failed, so that
     it is replaced, and gets no request.
     """
     return [call for one in held for call in _calls_of(one, rows.get(one.instance_id))]
@@ -37,6 +38,7 @@ def rows_of(document: Any) -> list[GatewayRow]:  # noqa: ANN401 - JSON
                 reported=None if row["reported"] is None else bool(row["reported"]),
                 failed=str(row["failed"]),
                 in_flight=int(row["in_flight"]),
+                weight_frac=float(row.get("weight_frac", 1.0)),
             )
             for row in document["instances"]
         ]
@@ -67,10 +69,14 @@ def _calls_of(one: Held, row: GatewayRow | None) -> list[GatewayCall]:
     if drain and not over and (row is None or not row.draining):
         calls.append(GatewayCall(method="POST", path=f"{path}/drain"))
     reason = one.reason or one.stage.value
-    wrong = (
-        row is None or row.failed != reason if over else row is not None and bool(row.failed or row.reported is False)
-    )
+    if over:
+        wrong = row is None or row.failed != reason
+        said: dict[str, object] = {"ready": False, "failed": reason}
+    else:
+        whole = one.weight_frac == 1.0
+        unlike = not whole if row is None else row.weight_frac != one.weight_frac
+        wrong = unlike or (row is not None and bool(row.failed or row.reported is False))
+        said = {"ready": True, **({} if whole else {"weight_frac": one.weight_frac})}
     if wrong:
-        said: dict[str, object] = {"ready": False, "failed": reason} if over else {"ready": True}
         calls.append(GatewayCall(method="PUT", path=f"{path}/readiness", body=said))
     return calls

@@ -40,6 +40,7 @@ class ControlTerms:
     `lost_s`: an agent that is not heard of for so long is lost. `unheard_grace_s`: for so long after that its node is
     kept while there is evidence that the engine works. `resend_s`: what was not seen to take effect is said again after
     so long. `forget_s`: how long instances that are over are remembered. `rows_s`: how old the gateway's word may be.
+    `word_s`: for so long the node that serves may say that its engine goes on without a node that is in trouble.
     """
 
     lost_s: float = 10.0
@@ -47,6 +48,7 @@ class ControlTerms:
     resend_s: float = 2.0
     forget_s: float = 3600.0
     rows_s: float = 5.0
+    word_s: float = 5.0
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -77,6 +79,8 @@ class Held:
     """A serving instance. `launch_id` is set once its nodes were told what to run, or said what they run.
 
     `weight` and `draining` are what the gateway was last seen to have: they are put back where it has lost them.
+    `weight_frac`: of an engine that goes on without `lost_nodes` (why, by node number), what is left of its throughput; the
+    gateway routes by so much of `weight`, which stays the full one. `troubled_s`: since when a node has been in trouble.
     """
 
     instance_id: str
@@ -97,6 +101,9 @@ class Held:
     url: str = ""
     weight: float = 0.0
     draining: bool = False
+    weight_frac: float = 1.0
+    lost_nodes: dict[str, str] = field(default_factory=dict)
+    troubled_s: dict[int, float] = field(default_factory=dict)
     rejected: str = ""
 
     def fits(self, tags: NodeTags, region: str) -> bool:
@@ -108,6 +115,11 @@ class Held:
     def complete(self) -> bool:
         """Whether every node has an agent that has not said bye."""
         return len(self.seats) == self.nodes and not any(seat.gone for seat in self.seats.values())
+
+    @property
+    def working(self) -> dict[int, Seat]:
+        """The seats but those of nodes that the engine goes on without."""
+        return {number: seat for number, seat in self.seats.items() if str(number) not in self.lost_nodes}
 
     @property
     def places(self) -> tuple[NodePlace, ...]:
@@ -148,6 +160,7 @@ class GatewayRow:
     reported: bool | None
     failed: str
     in_flight: int
+    weight_frac: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

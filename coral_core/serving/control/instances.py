@@ -8,6 +8,9 @@ did not take effect is said again. An instance fails as a whole:
     engine works: for the node that serves that the gateway's newest probe was answered, for another that tokens have come
     since it was heard of; such evidence holds for `unheard_grace_s`
 
+An engine that can go on without a node says so through the node that serves: within `word_s` of another node's trouble it
+names that node, and the instance is degraded, not failed; a node that it does not name by then condemns the instance.
+
 A coordinator that starts knows nothing, or what its predecessor wrote down. Agents say what they run, and it takes that over:
 a restart fails nothing by itself, and those who do not come within `lost_s` are lost from then on.
 """
@@ -46,6 +49,7 @@ from coral_core.serving.control.messages import (
     launch_id,
     shortened,
 )
+from coral_core.serving.control.troubles import engine_share, engine_trouble, runs
 
 
 class Instances:
@@ -179,6 +183,7 @@ class Instances:
         if now_s - self._awake_s > self.terms.lost_s / 2:
             for one in self.held.values():
                 one.first_s = now_s
+                one.troubled_s = {}
                 for seat in one.seats.values():
                     seat.heard_s = now_s
         self._awake_s = now_s
@@ -199,13 +204,16 @@ class Instances:
         if one.stage.over:
             return self._end_engines(one, now_s)
         self._adopt(one)
+        effects = self._note_share(one)
         if trouble := self._trouble(one, now_s):
-            return self._over(one, Stage.FAILED, trouble, now_s)
-        if any(seat.report.leaving for seat in one.seats.values()):
-            return self._leave(one, now_s)
+            return [*effects, *self._over(one, Stage.FAILED, trouble, now_s)]
+        effects += self._end_lost(one, now_s)
+        if any(seat.report.leaving for seat in one.working.values()):
+            return [*effects, *self._leave(one, now_s)]
         if not one.launch_id:
             self._unseat(one, [number for number, seat in one.seats.items() if seat.lost(now_s, self.terms)])
-        effects = self._launch(one, now_s) if one.complete else []
+        # A lost node does not come back: what comes in its place runs nothing.
+        effects += self._launch(one, now_s) if one.complete and not one.lost_nodes else []
         return [*effects, *self._note_ready(one, now_s)]
 
     def _adopt(self, one: Held) -> None:
@@ -217,17 +225,61 @@ class Instances:
             if report.launch_id == one.launch_id and report.serves and report.url and not one.url:
                 one.url = report.url
 
+    def _note_share(self, one: Held) -> list[Effect]:
+        """What is left of an engine that goes on without some nodes, as the node that serves says."""
+        found = engine_share(one)
+        if found is None:
+            return []
+        number, share, lost_nodes = found
+        others = {str(other) for other in range(one.nodes)} - {
+            str(number)
+        }  # its own node's agent attends to the engine
+        lost = {name: why for name, why in lost_nodes.items() if name in others}
+        if (share, lost) == (one.weight_frac, one.lost_nodes):
+            return []
+        one.weight_frac, one.lost_nodes = share, lost
+        if not 0 < share < 1:
+            return []
+        why = "; ".join(f"node {name}: {why}" for name, why in sorted(lost_nodes.items()))
+        one.reason = shortened(f"degraded, {share:.0%} of its throughput is left: {why}", 1000)
+        return [Happened(event="degraded", instance_id=one.instance_id, detail=one.reason)]
+
+    def _end_lost(self, one: Held, now_s: float) -> list[Effect]:
+        """End what is left on nodes that the engine goes on without."""
+        return [
+            effect
+            for number, seat in one.seats.items()
+            if (why := one.lost_nodes.get(str(number))) is not None and runs(seat)
+            for effect in self._tell(seat, "stop", Stop(reason=shortened(f"its engine has lost it: {why}")), now_s)
+        ]
+
     def _trouble(self, one: Held, now_s: float) -> str:
-        """What condemns an instance whole; empty where nothing does."""
-        for number, seat in sorted(one.seats.items()):
-            if trouble := _engine_trouble(one, seat.report):
-                return f"node {number}: {trouble}"
-        if not one.launch_id or one.stage is Stage.LEAVING:
-            return ""
-        for number in range(one.nodes):
-            if trouble := self._silence(one, number, now_s):
-                return f"node {number}: {trouble}"
-        return ""
+        """What condemns an instance whole; empty where nothing does (yet)."""
+        found = {
+            number: trouble
+            for number, seat in sorted(one.seats.items())
+            if (trouble := engine_trouble(one, seat.report))
+        }
+        if one.launch_id and one.stage is not Stage.LEAVING:
+            for number in range(one.nodes):
+                if number not in found and (trouble := self._silence(one, number, now_s)):
+                    found[number] = trouble
+        one.troubled_s = {number: one.troubled_s.get(number, now_s) for number in found}
+        condemning = (
+            f"node {number}: {trouble}"
+            for number, trouble in found.items()
+            if str(number) not in one.lost_nodes and not self._word_may_come(one, number, now_s)
+        )
+        return next(condemning, "")
+
+    def _word_may_come(self, one: Held, number: int, now_s: float) -> bool:
+        """Whether the engine may yet say that it goes on without this node, or has not been heard since a restart of ours."""
+        found, seat = engine_share(one), one.seats.get(number)
+        if found is None:
+            may_come = seat is not None and not seat.report.serves and len(one.seats) < one.nodes
+        else:
+            may_come = found[0] != number and not one.seats[found[0]].lost(now_s, self.terms)
+        return may_come and now_s - one.troubled_s[number] <= self.terms.word_s
 
     def _silence(self, one: Held, number: int, now_s: float) -> str:
         """Why the silence of a node's agent condemns the instance; empty where it does not (yet)."""
@@ -286,8 +338,9 @@ class Instances:
         """Ready once the node that serves has seen a real completion and every other runs."""
         if one.stage not in {Stage.GATHERING, Stage.STARTING} or not one.launch_id:
             return []
-        reports = [seat.report for seat in one.seats.values()]
-        if not one.complete or any(report.launch_id != one.launch_id for report in reports):
+        reports = [seat.report for seat in one.working.values()]
+        there = len(reports) + len(one.lost_nodes) == one.nodes and not any(seat.gone for seat in one.working.values())
+        if not there or any(report.launch_id != one.launch_id for report in reports):
             return []
         if not one.url or not any(report.serves and report.state is NodeState.READY for report in reports):
             return []
@@ -305,7 +358,7 @@ class Instances:
         empty = unused and now_s - self._rows_s <= self.terms.rows_s
         out_of_patience = any(
             seat.report.leaving and (not seat.report.alive or seat.lost(now_s, self.terms))
-            for seat in one.seats.values()
+            for seat in one.working.values()
         )
         if empty or out_of_patience:
             return [*effects, *self._over(one, Stage.ENDED, "its agent was told to end", now_s)]
@@ -315,7 +368,7 @@ class Instances:
         return [
             effect
             for seat in one.seats.values()
-            if not seat.gone and (seat.report.alive or seat.report.state in {NodeState.STARTING, NodeState.READY})
+            if runs(seat)
             for effect in self._tell(seat, "stop", Stop(reason=shortened(one.reason)), now_s)
         ]
 
@@ -342,17 +395,3 @@ class Instances:
 
 def _refusal(connection: bytes, reason: str, *, fix: str = "") -> Tell:
     return Tell(connection=connection, message=Refused(reason=shortened(reason), fix=fix))
-
-
-def _engine_trouble(one: Held, report: NodeReport) -> str:
-    """What a node says that condemns its instance; empty where it says nothing of the kind."""
-    trouble = ""
-    if report.state is NodeState.FAILED:
-        trouble = report.reason or "its engine failed"
-    elif one.launch_id and report.launch_id and report.launch_id != one.launch_id:
-        trouble = "it runs something else than the others"
-    elif report.state is NodeState.ENDED and one.stage is not Stage.LEAVING and not report.leaving:
-        trouble = "its engine has ended"
-    elif report.state is NodeState.IDLE and one.stage in {Stage.READY, Stage.LEAVING}:
-        trouble = "its agent has started anew, without its engine"
-    return trouble

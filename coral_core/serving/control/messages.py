@@ -53,6 +53,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `launch_id`, `url`, `serves`: what it was told to run, which a coordinator that knows nothing of it takes over.
     `alive`: a process of its engine exists. `leaving`: the agent was told to end, and waits until requests have ended.
+    `weight_frac`: of an engine that goes on without some nodes, the share of its throughput that is left (None: not one of
+    these, or not known); `lost_nodes`: the nodes that it goes on without, and why.
     """
 
     state: NodeState = NodeState.IDLE
@@ -65,6 +67,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     alive: bool = False
     leaving: bool = False
     sample: EngineSample | None = None
+    weight_frac: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    lost_nodes: Annotated[dict[Name, Line], msgspec.Meta(max_length=MOST_NODES)] = {}
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -203,7 +207,7 @@ def last_lines(lines: list[str]) -> tuple[str, ...]:
 
 def as_document(report: NodeReport) -> Mapping[str, object]:
     """A report for people and machines that read JSON."""
-    return {name: value for name, value in msgspec.to_builtins(report).items() if value not in ("", (), None)}
+    return {name: value for name, value in msgspec.to_builtins(report).items() if value not in ("", (), None, {})}
 
 
 def _check_version(frames: list[bytes]) -> None:

@@ -11,7 +11,10 @@ from coral_core.serving.control.messages import EngineSample, NodeState
 
 
 class RunnerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine as its runner sees it; `doing` says what a start is at, `alive` whether any process of it exists."""
+    """An engine as its runner sees it; `doing` says what a start is at, `alive` whether any process of it exists.
+
+    `weight_frac` and `lost_nodes` as in `NodeReport`.
+    """
 
     state: NodeState
     doing: str = ""
@@ -19,6 +22,8 @@ class RunnerReport(msgspec.Struct, frozen=True, kw_only=True):
     log: tuple[str, ...] = ()
     alive: bool = False
     sample: EngineSample | None = None
+    weight_frac: float | None = None
+    lost_nodes: dict[str, str] = {}
 
 
 class NodeRunner(Protocol):

@@ -17,6 +17,8 @@ from coral_core.serving.control.messages import as_document
 STATE_FILE: Final = "state.json"
 FORMAT: Final = 1
 _KEPT: Final = ("template_id", "model", "nodes", "epoch", "region", "reason", "launch_id", "url", "weight", "draining")
+_KEPT_SINCE: Final = ("weight_frac", "lost_nodes")
+"""Which a coordinator of an earlier version has not written."""
 
 
 def state_document(
@@ -72,6 +74,7 @@ def restored(document: Mapping[str, Any], now_s: float) -> list[Held]:
                 first_s=now_s,
                 since_s=now_s,
                 **{name: row[name] for name in _KEPT},
+                **{name: row[name] for name in _KEPT_SINCE if name in row},
             )
             for row in document["instances"]
             if row["stage"] != Stage.GATHERING
@@ -86,7 +89,7 @@ def _instance(one: Held, now_s: float) -> dict[str, object]:
         "phase": one.phase.value,
         "stage": one.stage.value,
         "since_s": round(now_s - one.since_s, 1),
-        **{name: getattr(one, name) for name in _KEPT},
+        **{name: getattr(one, name) for name in (*_KEPT, *_KEPT_SINCE)},
         "rejected": one.rejected,
         "agents": [_agent(number, seat, now_s) for number, seat in sorted(one.seats.items())],
     }
