@@ -231,9 +231,8 @@ class Instances:
         if found is None:
             return []
         number, share, lost_nodes = found
-        others = {str(other) for other in range(one.nodes)} - {
-            str(number)
-        }  # its own node's agent attends to the engine
+        # Its own node may have lost its part of the work: its agent still attends to the engine.
+        others = {str(other) for other in range(one.nodes)} - {str(number)}
         lost = {name: why for name, why in lost_nodes.items() if name in others}
         if (share, lost) == (one.weight_frac, one.lost_nodes):
             return []
