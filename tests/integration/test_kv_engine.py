@@ -121,7 +121,7 @@ def test_what_nobody_fetches_is_freed_when_its_lease_is_over(fleet, name):
 
 
 def test_a_request_that_waits_for_its_turn_keeps_its_lease(fleet):
-    ahead, prompts = prompts_of(14, count=1), prompts_of(15, count=4)
+    ahead, prompts = prompts_of(14, count=4), prompts_of(15, count=4)
     right = plainly(fleet, prompts)
     tight = fleet["tight"]
     before = tight.fetches()
@@ -132,7 +132,7 @@ def test_a_request_that_waits_for_its_turn_keeps_its_lease(fleet):
         stack.callback(
             tight.evaluate, "setattr(driver.scheduler, 'max_num_active_reqs', driver.scheduler.max_num_running_reqs)"
         )
-        tight.start(name_of(), ahead, [None], 900)
+        tight.start(name_of(), ahead, [None] * len(ahead), 900)
         name = name_of()
         begun_s = time.monotonic()
         tight.start(
