@@ -73,11 +73,12 @@ def useful_instances(problem: AllocationProblem, coverage: Coverage) -> Ints:
     limit = np.zeros(len(problem.templates), dtype=np.int64)
     for group in coverage.groups:
         useful = np.full(len(group.members), float(max(problem.demand[row].min_instances for row in group.rows)))
+        spare = coverage.spare[list(group.rows)].any()  # a pair's other row loses the instance too
         for row, amount in zip(group.rows, group.amounts, strict=True):
             if coverage.active[row]:
                 frac = fraction(problem.templates.throughput[group.members], amount)
                 with np.errstate(divide="ignore"):
-                    alone = np.where(frac > 0, np.ceil(1.0 / frac) + coverage.spare[row], 0.0)
+                    alone = np.where(frac > 0, np.ceil(1.0 / frac) + spare, 0.0)
                 useful = np.maximum(useful, alone)
         limit[group.members] = np.minimum(useful, MAX_COUNT)
     return limit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coral_core.allocation.ilp import solve_allocation
@@ -103,8 +103,28 @@ def guaranteed(**families):
 NONE = {"spares": False, "regions": False, "preferences": False}
 
 
+def spare_of_the_lighter_row(**first_region):
+    """One instance covers all prefill, which asks for the spare; decode of the same pair needs two, so N+1 is three."""
+    row = {"model": "m", "weight": 1.0, "tokens_per_s": 1.25}
+    return {
+        "regions": {"r0": first_region, "r1": {"c0": {"available": 3, "price_usd_per_h": 1.0}}},
+        "templates": [
+            {"id": "t0", "model": "m", "phase": "aggregated", "nodes": {"c0": 1}, "throughput_requests_per_s": 1.0}
+        ],
+        "demand": [
+            row | {"phase": "prefill", "requests_per_s": 0.75, "spare_instances": 1},
+            row | {"phase": "decode", "requests_per_s": 2.0},
+        ],
+        "running": [],
+        "churn_k": 0.0,
+        "options": {"pd_same_region": True},
+    }
+
+
 @settings(max_examples=120, deadline=None)
 @given(doc=guaranteed(**NONE | {"spares": True}))
+@example(doc=spare_of_the_lighter_row())
+@example(doc=spare_of_the_lighter_row(c0={"available": 1, "price_usd_per_h": 2.0}))
 def test_redundancy_equals_enumeration(doc, tmp_path_factory):
     agrees(doc, tmp_path_factory.mktemp("doc") / "problem.json")
 
