@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coral_core.sim.inputs import NodeTiming, SimInput, SimInstance
@@ -53,6 +53,7 @@ def test_nothing_is_lost_or_counted_twice_under_random_failures(seed, count):
 
 
 @given(seeds, st.integers(1, 300))
+@example(seed=952, count=192)  # preempted only while its part of a step waits for the node: nothing computed twice
 @settings(max_examples=40)
 def test_in_order_within_limits_and_all_served_when_undisturbed(seed, count):
     given = random_simulation(seed, requests_count=count, disturbed=False, compiled=True)
@@ -66,7 +67,7 @@ def test_in_order_within_limits_and_all_served_when_undisturbed(seed, count):
     assert (found.first_token_s[several] <= found.decode_s[several]).all()
     assert (outcome.peak_kv_blocks <= outcome.kv_blocks).all()
     assert (outcome.fleet.busy_s[-1] <= outcome.end_s).all()
-    # Each request got what it asked for at least once per stage: preempted ones more.
+    # Each request got what it asked for at least once per stage: preempted ones more, if any of it was computed before.
     stages = {one.name: len(one.stages) for one in given.instances}
     computed = given.requests.input_tokens + given.requests.output_tokens - 1
     at_least = sum(
@@ -82,7 +83,7 @@ def test_in_order_within_limits_and_all_served_when_undisturbed(seed, count):
         )
     )
     done_tokens = outcome.fleet.batched_tokens.sum()
-    assert done_tokens == at_least if found.preemptions.sum() == 0 else done_tokens > at_least
+    assert done_tokens == at_least if found.preemptions.sum() == 0 else done_tokens >= at_least
 
 
 @given(seeds)
