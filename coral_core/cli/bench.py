@@ -283,8 +283,7 @@ def _print_gateways(found: GatewayBench) -> None:
                     name,
                     count,
                     f"{figures['requests_per_s']:.0f}",
-                    f"{1e3 * figures['cpu_s_per_request']:.2f}",
-                    *(f"{1e3 * figures[key]:.1f}" for key in _LATENCIES),
+                    *(None if (value := figures[key]) is None else f"{1e3 * value:.2f}" for key in _PER_REQUEST),
                     errors,
                 ]
             )
@@ -311,5 +310,5 @@ def _print_gateways(found: GatewayBench) -> None:
     print_table("Aims", ("aim", "measured", "wanted", ""), aims)
 
 
-_LATENCIES = ("first_event_p50_s", "first_event_p99_s", "whole_p50_s", "whole_p99_s")
+_PER_REQUEST = ("cpu_s_per_request", "first_event_p50_s", "first_event_p99_s", "whole_p50_s", "whole_p99_s")
 _LATENCY_TITLES = ("first p50 ms", "first p99 ms", "whole p50 ms", "whole p99 ms")
