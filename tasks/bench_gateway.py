@@ -12,6 +12,7 @@ import math
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -246,23 +247,23 @@ def _load(
     then: Callable[[], object] | None = None,
 ) -> dict[str, Any]:
     """What the load program heard, in a process of its own; `then` is called `after_s` into the run."""
-    words = [sys.executable, "-m", "coral_core.engine.stream_load", "--url", url, "--model", MODEL]
-    words += ["--tokens", str(chunks), "--connections", str(connections), "--seconds", str(seconds)]
-    words += [] if rate is None else ["--rate", str(rate)]
-    with subprocess.Popen(  # noqa: S603 - a program of ours
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            if then is not None:
-                time.sleep(after_s)
-                then()
-            said, why = process.communicate(timeout=seconds + 90.0)
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode != 0:
-        raise MeasurementError(f"the load on {url} failed: {why.strip()[-300:]}")
-    return dict(json.loads(said))
+    with tempfile.TemporaryDirectory(prefix="coral-bench-") as folder:
+        out = Path(folder) / "heard.json"
+        words = [sys.executable, "-m", "coral_core.engine.stream_load", "--url", url, "--model", MODEL]
+        words += ["--tokens", str(chunks), "--connections", str(connections), "--seconds", str(seconds)]
+        words += ["--out", str(out)] + ([] if rate is None else ["--rate", str(rate)])
+        with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603 - a program of ours
+            try:
+                if then is not None:
+                    time.sleep(after_s)
+                    then()
+                _, why = process.communicate(timeout=seconds + 90.0)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode != 0:
+            raise MeasurementError(f"the load on {url} failed: {why.strip()[-300:]}")
+        return dict(json.loads(out.read_text(encoding="utf-8")))
 
 
 def _wait_for(target: Target, chunks: int) -> None:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Final, cast
 from urllib.parse import urlsplit
 
@@ -221,12 +222,19 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rate", type=float, default=None)
+    parser.add_argument("--out", type=Path, default=None, help="write the JSON line here instead of printing it")
     options = parser.parse_args()
     request = request_bytes(options.url, options.model, tokens=options.tokens)
     heard = uvloop.run(
         load(options.url, request, connections=options.connections, seconds=options.seconds, rate=options.rate)
     )
-    sys.stdout.write(json.dumps(asdict(heard)) + "\n")
+    line = json.dumps(asdict(heard)) + "\n"
+    if options.out is not None:
+        options.out.write_text(
+            line, encoding="utf-8"
+        )  # a pipe may be left non-blocking, and then takes only part of it
+    else:
+        sys.stdout.write(line)
 
 
 if __name__ == "__main__":
