@@ -15,7 +15,6 @@ models:
     lengths: azure-conv
     slo: {{ttft_s: 2.5, tpot_s: 0.2}}
 library: {{n_max: 3, rho: 12}}
-runtimes: [vllm, coral]
 """
 
 

@@ -42,6 +42,13 @@ pytestmark = [
 REGIONS = ("us-east-1", "us-west-2")
 QUICK = {"lease_s": 130.0, "clock_skew_s": 1.0, "poll_s": 0.05}
 SPOT = "spot: {nodes: 4, default: {price_frac: 0.9, source: a guess, as_of: 2026-01-01}}\n"
+
+
+def both_runtimes(folder: Path, rate: float, more: str = "") -> str:
+    """The scenario's file, for all that can be run: with vLLM alone its fleets would have hardly a choice."""
+    return two_regions(folder, rate, "runtimes: [vllm, coral]\n" + more)
+
+
 LIMITS = {"max_nodes": 60, "max_usd_per_h": 60.0}
 
 
@@ -62,7 +69,7 @@ def prefect():
 def library(tmp_path_factory):
     """A folder with the scenario's library, to copy."""
     folder = tmp_path_factory.mktemp("library")
-    resolved = resolve_scenario(load_scenario(two_regions(folder, 1)))
+    resolved = resolve_scenario(load_scenario(both_runtimes(folder, 1)))
     build_library(build_spec_from_scenario(resolved), open_store(str(folder / "store")), InlineExecutor(processes=1))
     return folder / "store"
 
@@ -143,7 +150,7 @@ def test_three_epochs_of_changing_demand_prices_and_capacity(prefect, store, aws
     costs = []
 
     def epoch(rate: float, more: str = "") -> None:
-        state = reallocate(store, two_regions(tmp_path, rate, more))
+        state = reallocate(store, both_runtimes(tmp_path, rate, more))
         assert state.is_completed(), state
         assert truth(store) == wish(store)
         run = list_runs(store, "blue")[-1]
@@ -184,7 +191,7 @@ def test_three_epochs_of_changing_demand_prices_and_capacity(prefect, store, aws
 
 
 def test_bad_credentials_are_named_and_change_nothing(prefect, store, aws, tmp_path):
-    assert reallocate(store, two_regions(tmp_path, 1)).is_completed()
+    assert reallocate(store, both_runtimes(tmp_path, 1)).is_completed()
     before = {m.id for region in REGIONS for m in aws.machines(region)}
     for action, code, status, fix in (
         ("*", "AuthFailure", 401, "access key"),
@@ -192,7 +199,7 @@ def test_bad_credentials_are_named_and_change_nothing(prefect, store, aws, tmp_p
         ("RunInstances", "UnauthorizedOperation", 403, "grant"),  # found out in the middle of a run
     ):
         aws.rules[:] = [Rule(action=action, code=code, status=status, times=1000)]
-        state = reallocate(store, two_regions(tmp_path, 6))
+        state = reallocate(store, both_runtimes(tmp_path, 6))
         assert state.is_failed()
         assert code in state.message
         assert fix in state.message
@@ -202,7 +209,7 @@ def test_bad_credentials_are_named_and_change_nothing(prefect, store, aws, tmp_p
 
 
 def test_unknown_regions_other_accounts_and_missing_limits_are_refused(prefect, store, aws, tmp_path):
-    one = two_regions(tmp_path, 1)
+    one = both_runtimes(tmp_path, 1)
     state = teardown(store, regions=("us-esat-1",))
     assert state.is_failed()
     assert "did you mean" in state.message
@@ -238,14 +245,14 @@ def test_machines_of_others_with_our_name_are_reported_and_stay(prefect, store, 
             TagSpecifications=[{"ResourceType": "instance", "Tags": [{"Key": k, "Value": v} for k, v in tags.items()]}],
         )
     theirs = {m.id for m in aws.machines("us-east-1")}
-    assert reallocate(store, two_regions(tmp_path, 1)).is_completed()
+    assert reallocate(store, both_runtimes(tmp_path, 1)).is_completed()
     assert {node["node_id"] for node in list_runs(store, "blue")[-1].result.foreign} == theirs
     assert teardown(store).is_completed()
     assert {m.id for region in REGIONS for m in aws.machines(region)} == theirs
 
 
 def test_a_dry_run_lists_steps_and_costs_and_leaves_no_trace(prefect, store, aws, tmp_path):
-    state = reallocate(store, two_regions(tmp_path, 1), dry_run=True)
+    state = reallocate(store, both_runtimes(tmp_path, 1), dry_run=True)
     assert state.result().outcome == "dry_run"
     assert state.result().message == "dry run: 2 steps, from 0.00 USD/h (measured) to 3.22 USD/h (predicted)"
     assert aws.count("RunInstances") == 0
@@ -255,19 +262,19 @@ def test_a_dry_run_lists_steps_and_costs_and_leaves_no_trace(prefect, store, aws
 
 def test_a_run_beside_another_ends_saying_who_acts(prefect, store, aws, tmp_path):
     lease = take_lease(store, "blue", holder="the night shift", terms=LeaseTerms(), clock=SystemClock())
-    for state in (reallocate(store, two_regions(tmp_path, 1)), teardown(store, regions=REGIONS)):
+    for state in (reallocate(store, both_runtimes(tmp_path, 1)), teardown(store, regions=REGIONS)):
         assert (state.name, state.is_completed()) == ("LeaseHeld", True)
         assert "fleet blue is being changed by the night shift since" in state.message
         assert state.result().outcome == "lease_held"
     assert aws.count("RunInstances") == 0
     lease.give_back()
-    assert reallocate(store, two_regions(tmp_path, 1)).is_completed()
+    assert reallocate(store, both_runtimes(tmp_path, 1)).is_completed()
 
 
 def test_the_command_line_runs_the_flow(prefect, rehearsal, tmp_path, capsys):
     from coral_core.cli.entry import run
 
-    command = ["reallocate", "--scenario", two_regions(tmp_path, 1), "--store", rehearsal.url, "--fleet", "blue"]
+    command = ["reallocate", "--scenario", both_runtimes(tmp_path, 1), "--store", rehearsal.url, "--fleet", "blue"]
     limits = ["--max-nodes", "20", "--max-usd-per-h", "20", "--json"]
     assert run([*command, *limits]) == 0
     assert json.loads(capsys.readouterr().out)["outcome"] == "planned"
@@ -321,7 +328,7 @@ ASKED = {"mode": "approve", "acting": {"lease_s": 5.0, "clock_skew_s": 0.2, "pol
 def test_a_plan_is_carried_out_once_it_is_approved(prefect, rehearsal, tmp_path):
     known = set()
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(reallocate, rehearsal, two_regions(tmp_path, 1), **ASKED)
+        run = pool.submit(reallocate, rehearsal, both_runtimes(tmp_path, 1), **ASKED)
         paused = paused_run(known)
         assert truth(rehearsal) == ({}, 0)
         assert rehearsal.list_keys("leases") == []  # nobody is kept waiting by a question
@@ -339,10 +346,10 @@ def test_a_plan_is_carried_out_once_it_is_approved(prefect, rehearsal, tmp_path)
 def test_declined_and_unanswered_plans_change_nothing(prefect, rehearsal, tmp_path):
     known = set()
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(reallocate, rehearsal, two_regions(tmp_path, 1), **ASKED)
+        run = pool.submit(reallocate, rehearsal, both_runtimes(tmp_path, 1), **ASKED)
         answer(paused_run(known), approve=False)
         assert (run.result().name, run.result().message) == ("Declined", "declined: seen")
-    state = reallocate(rehearsal, two_regions(tmp_path, 1), approval_timeout_s=1, **ASKED)
+    state = reallocate(rehearsal, both_runtimes(tmp_path, 1), approval_timeout_s=1, **ASKED)
     # The server's own words, whatever a run says that was paused for too long.
     assert (state.is_failed(), state.message) == (True, "The flow was unanswered and never resumed.")
     assert list_runs(rehearsal, "blue")[-1].result.reason == "nobody answered within 1 s"
@@ -351,7 +358,7 @@ def test_declined_and_unanswered_plans_change_nothing(prefect, rehearsal, tmp_pa
 
 
 def test_nobody_is_asked_about_a_plan_beyond_the_limits(prefect, rehearsal, tmp_path):
-    state = reallocate(rehearsal, two_regions(tmp_path, 1), **{**ASKED, "max_nodes": 1})
+    state = reallocate(rehearsal, both_runtimes(tmp_path, 1), **{**ASKED, "max_nodes": 1})
     assert state.is_failed()
     assert "the plan passes the limit of 1 nodes" in state.message
 
@@ -359,7 +366,7 @@ def test_nobody_is_asked_about_a_plan_beyond_the_limits(prefect, rehearsal, tmp_
 def test_a_plan_approved_too_late_is_made_and_asked_about_again(prefect, rehearsal, tmp_path):
     known = set()
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(reallocate, rehearsal, two_regions(tmp_path, 1), plan_max_age_s=4.0, **ASKED)
+        run = pool.submit(reallocate, rehearsal, both_runtimes(tmp_path, 1), plan_max_age_s=4.0, **ASKED)
         late = paused_run(known)
         time.sleep(4.0)
         answer(late, approve=True)
@@ -382,7 +389,7 @@ def nursery(prefect, tmp_path_factory):
 
 
 def mortal_params(folder, rate):
-    given = {"scenario": two_regions(folder, rate), "fleet": "blue", "mode": "apply", "acting": MORTAL, **LIMITS}
+    given = {"scenario": both_runtimes(folder, rate), "fleet": "blue", "mode": "apply", "acting": MORTAL, **LIMITS}
     return {**given, "store": str(folder / "store")}
 
 

@@ -57,6 +57,8 @@ class Control(RuleBasedStateMachine):
         if agent.alive:
             if agent.engine is not None:
                 self.condemn(where)
+            else:  # nothing is broken yet, but silence for long enough is a reason to give its instance up
+                self.blamed.add(where[0])
             self.world.kill_agent(*where)
             self.world.advance(2)
 
