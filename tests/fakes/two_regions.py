@@ -23,3 +23,8 @@ def two_regions(folder: Path, rate: float, more: str = "") -> str:
     path = folder / f"rate-{rate:g}.yaml"
     path.write_text(SCENARIO.format(rate=rate) + more)
     return str(path)
+
+
+def both_runtimes(folder: Path, rate: float, more: str = "") -> str:
+    """The same for all that can be run: with vLLM alone a fleet on rented nodes would have hardly a choice."""
+    return two_regions(folder, rate, "runtimes: [vllm, coral]\n" + more)

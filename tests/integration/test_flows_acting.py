@@ -10,7 +10,6 @@ import signal
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +30,7 @@ from tasks.library import build_library, build_spec_from_scenario
 from tasks.observe import list_fleet
 from tests.fakes.ec2_server import ACCOUNT, TEMPLATE, Rule, ec2_server
 from tests.fakes.mortal_flow import Nursery
-from tests.fakes.two_regions import two_regions
+from tests.fakes.two_regions import both_runtimes
 
 pytestmark = [
     pytest.mark.servers,
@@ -43,11 +42,6 @@ pytestmark = [
 REGIONS = ("us-east-1", "us-west-2")
 QUICK = {"lease_s": 130.0, "clock_skew_s": 1.0, "poll_s": 0.05}
 SPOT = "spot: {nodes: 4, default: {price_frac: 0.9, source: a guess, as_of: 2026-01-01}}\n"
-
-
-def both_runtimes(folder: Path, rate: float, more: str = "") -> str:
-    """The scenario's file, for all that can be run: with vLLM alone its fleets would have hardly a choice."""
-    return two_regions(folder, rate, "runtimes: [vllm, coral]\n" + more)
 
 
 LIMITS = {"max_nodes": 60, "max_usd_per_h": 60.0}
