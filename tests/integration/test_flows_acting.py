@@ -42,8 +42,6 @@ pytestmark = [
 REGIONS = ("us-east-1", "us-west-2")
 QUICK = {"lease_s": 130.0, "clock_skew_s": 1.0, "poll_s": 0.05}
 SPOT = "spot: {nodes: 4, default: {price_frac: 0.9, source: a guess, as_of: 2026-01-01}}\n"
-
-
 LIMITS = {"max_nodes": 60, "max_usd_per_h": 60.0}
 
 
