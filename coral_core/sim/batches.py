@@ -4,7 +4,8 @@ Within a budget of tokens per iteration: running requests first, one token for e
 under way; then new requests, first come first served, while there is room for their KV and none had to be preempted. So
 that `micro_batches` are in flight in a pipeline, a batch takes at most a share 1/micro_batches of the decoding requests
 bound to the node; and so that there are no more of them (each costs every request a step), decoding waits until more than
-1/(micro_batches + 1) of the instance's (one stage: the node's) are back from their round.
+1/(micro_batches + 1) of the instance's (one stage: the node's) are back from their round. Instances without balanced steps
+take all that can run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from coral_core.sim.blocks import attended_pairs, blocks_for, has_room, kept_tok
 from coral_core.sim.columns import (
     F_KEPT,
     F_PAIRS,
+    I_BALANCED,
     I_MICRO_BATCHES,
     MOVING,
     N_BATCH_DECODES,
@@ -63,7 +65,7 @@ def form_entry_batch(w: World, n: int, decodes: int) -> None:
     clear_batch(w, n)
     budget = w.node[n, N_MAX_TOKENS]
     preempted = 0
-    most = _share(w.node[n, N_LIVE], w.inst[i, I_MICRO_BATCHES])
+    most = _share(w.node[n, N_LIVE], w.inst[i, I_MICRO_BATCHES] if w.inst[i, I_BALANCED] else 1)
     r = w.lists[decode_list(w, n), 0] if decodes == 1 else -1
     while r >= 0 and w.node[n, N_BATCH_DECODES] < most and w.node[n, N_BATCH_TOKENS] < budget:
         preempted += make_room(w, r, w.req[r, R_COMPUTED] + 1)

@@ -90,7 +90,8 @@ FUTURE, QUEUED, WAITING, PREFILLING, DECODING, MOVING, DONE, FAILED, REJECTED, T
 T_REQUEST, T_VERSION, T_TOKENS, T_START, T_DECODE, T_EMITS, T_STEP, T_NEXT, T_COLUMNS = range(9)
 
 # World.inst and World.instf. Of a pipeline's steps, counted from 0: I_FORMED are scheduled, I_MERGED of them done;
-# I_FIRST_STEP is the first of its I_MICRO_BATCHES rows of World.step.
+# I_FIRST_STEP is the first of its I_MICRO_BATCHES rows of World.step. I_BALANCED: see SimInstance.balanced_steps; where it
+# is 0, I_THROUGH says that a step is through since the last ones were scheduled.
 (
     I_POOL,
     I_NEXT_POOL,
@@ -103,13 +104,15 @@ T_REQUEST, T_VERSION, T_TOKENS, T_START, T_DECODE, T_EMITS, T_STEP, T_NEXT, T_CO
     I_MAX_OUTSTANDING,
     I_MICRO_BATCHES,
     I_FIRST_STEP,
+    I_BALANCED,
+    I_THROUGH,
     I_FORMED,
     I_MERGED,
     I_RUN_HEAD,
     I_RUN_TAIL,
     I_GROUP,
     I_COLUMNS,
-) = range(17)
+) = range(19)
 J_BOOT, J_HOP, J_SINCE, J_COLUMNS = range(4)
 # States of an instance.
 OFF, BOOTING, READY, DRAINING, BROKEN = range(5)

@@ -90,7 +90,9 @@ class SimInstance:
     With `SimOptions.pd_same_region`, prefill hands over to decode of the same `variant` and `region`. `weight` is what the router weighs it by, in requests/s (templates of prefill and decode: tokens/s over the mean
     tokens per request). `max_batched_tokens` per iteration and `max_running_requests` per node of the first stage are
     the engine's limits; `max_outstanding_requests` bounds what the router gives it at a time. An instance of several stages has
-    at most `micro_batches` steps under way, each over all its nodes (`coral_core.sim.steps`). `hop_s` is the latency
+    at most `micro_batches` steps under way, each over all its nodes (`coral_core.sim.steps`). `balanced_steps`: whether each takes
+    its share of the decoding requests, as our runtime's do; False: as vLLM's own scheduler does it, all that can run goes
+    into one step, and who comes later waits until the oldest step is through, even if fewer are under way. `hop_s` is the latency
     of any message between its nodes, beside the time that bytes take on the NIC. `ready_at_start`: it serves from
     second 0; otherwise a lifecycle event starts it, and `boot_s` later it is ready.
     """
@@ -107,6 +109,7 @@ class SimInstance:
     max_running_requests: int = 256
     max_outstanding_requests: int = UNLIMITED
     micro_batches: int = 1
+    balanced_steps: bool = True
     hop_s: float = 0.0
     boot_s: float = 0.0
     ready_at_start: bool = True

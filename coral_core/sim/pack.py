@@ -247,6 +247,7 @@ def _instances(
         row[c.I_STATE] = c.OFF
         row[c.I_MAX_OUTSTANDING] = instance.max_outstanding_requests
         row[c.I_MICRO_BATCHES] = instance.micro_batches
+        row[c.I_BALANCED] = int(instance.balanced_steps)
         row[c.I_FIRST_STEP] = first_step
         first_step += _step_rows(instance)
         row[c.I_RUN_HEAD] = row[c.I_RUN_TAIL] = -1

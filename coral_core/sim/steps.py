@@ -1,7 +1,8 @@
 """Pipelines: one scheduler per instance, and whole steps on their way through its stages.
 
-A step is what is computed next of all requests of the instance, split by the nodes that they are bound to. At most
-`micro_batches` are under way. A node computes its parts step by step, each once all of it has arrived from the stage
+A step is what is computed next of the requests of the instance, split by the nodes that they are bound to. At most
+`micro_batches` are under way; vLLM's own scheduler (instances without balanced steps) asks for the next ones only when the
+oldest is through (`EngineCore.step_with_batch_queue` of vLLM 0.32 blocks on it). A node computes its parts step by step, each once all of it has arrived from the stage
 before; so nodes of one stage work side by side, and none waits for an iteration of requests that it does not know. A
 step's results are merged, in the order of steps, when its last part is through the last stage: tokens are then there, and
 requests that go on may be part of the next step.
@@ -13,12 +14,14 @@ from coral_core.sim.batches import add_item, admit_arrived, clear_batch, form_en
 from coral_core.sim.blocks import stage_count
 from coral_core.sim.columns import (
     DECODING,
+    I_BALANCED,
     I_END_STAGE,
     I_FIRST_STAGE,
     I_FIRST_STEP,
     I_FORMED,
     I_MERGED,
     I_MICRO_BATCHES,
+    I_THROUGH,
     N_BATCH_HEAD,
     N_BUSY,
     N_INSTANCE,
@@ -53,10 +56,23 @@ from coral_core.sim.world import World
 
 
 def form_steps(w: World, i: int) -> None:
-    """Schedule as much as there is work and room for."""
+    """Schedule as much as there is work and room for; without balanced steps, only when one is through."""
+    if w.inst[i, I_BALANCED] == 0:
+        if w.inst[i, I_THROUGH] == 0 and _is_under_way(w, i):
+            return
+        w.inst[i, I_THROUGH] = 0
     while w.step[_row(w, i, w.inst[i, I_FORMED]), Y_NUMBER] < 0:
         if not _form_step(w, i):
             return
+
+
+def _is_under_way(w: World, i: int) -> bool:
+    """Whether the scheduler waits for a step."""
+    first = w.inst[i, I_FIRST_STEP]
+    under_way = 0
+    for row in range(first, first + w.inst[i, I_MICRO_BATCHES]):
+        under_way += int(w.step[row, Y_NUMBER] >= 0)
+    return under_way > 0
 
 
 def _form_step(w: World, i: int) -> bool:
@@ -69,7 +85,7 @@ def _form_step(w: World, i: int) -> bool:
     entry_end = w.stage[w.inst[i, I_FIRST_STAGE], S_END]
     for n in range(first, entry_end):
         admit_arrived(w, n)
-    decodes = int(has_batch(w, first, entry_end, micro_batches))
+    decodes = int(w.inst[i, I_BALANCED] == 0 or has_batch(w, first, entry_end, micro_batches))
     items = 0
     for n in range(first, entry_end):
         computed = w.node[n, N_BATCH_HEAD]
@@ -228,6 +244,7 @@ def _resume(w: World, head: int, n: int) -> None:
     row = _row(w, i, w.item[head, T_STEP])
     if w.step[row, Y_NUMBER] == w.item[head, T_STEP]:
         w.step[row, Y_NUMBER] = -1
+        w.inst[i, I_THROUGH] = 1
     item = head
     while item >= 0:
         after = w.item[item, T_NEXT]
@@ -278,6 +295,7 @@ def _merge(w: World, i: int, n: int) -> None:
             send_items(w, n, w.bound[w.item[head, T_REQUEST], 0], head, 0)
         else:
             w.step[row, Y_NUMBER] = -1
+            w.inst[i, I_THROUGH] = 1
             mark_entries(w, i)
 
 

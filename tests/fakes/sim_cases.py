@@ -183,6 +183,7 @@ def _random_instance(random: np.random.Generator, name: str, model: str, phase: 
         max_batched_tokens=int(random.integers(32, 400)),
         max_running_requests=int(random.integers(1, 12)),
         micro_batches=int(random.integers(1, 4)),
+        balanced_steps=bool(random.integers(2)),
         hop_s=float(random.choice([0.0, 0.001])),
         boot_s=1.0,
     )

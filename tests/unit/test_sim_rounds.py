@@ -34,12 +34,33 @@ def test_late_comers_join_a_batch_and_do_not_make_one_more(micro_batches):
     assert token_s(outcome, 200) == pytest.approx(np.full(6, float(micro_batches)), rel=0.05)
 
 
-def test_nothing_stalls_where_requests_end_at_different_times():
+@pytest.mark.parametrize(
+    ("arrivals_s", "most_tokens", "finish_s"),
+    [
+        # Who comes while a step is under way waits for its end, and then goes along in one step with everybody.
+        ((0.0, 0.5), 100, (6.0, 8.0)),
+        ((0.0, 0.0), 100, (6.0, 6.0)),
+        # Only what one step cannot take makes a second one that is under way beside it.
+        ((0.0, 0.0), 1, (6.0, 7.0)),
+    ],
+)
+def test_steps_of_vllms_own_scheduler_wait_for_the_oldest(arrivals_s, most_tokens, finish_s):
+    """Two stages of a second per step each; one prompt token and three answers."""
+    stages = [stage(node(fixed_s=1.0)), stage(node(fixed_s=1.0))]
+    one = instance("i", *stages, micro_batches=2, balanced_steps=False, max_batched_tokens=most_tokens)
+    asked = requests(*((at, 1, 3) for at in arrivals_s))
+    outcome = simulate(simulation([one], asked, end_s=1e3))
+    assert outcome.requests.finish_s.tolist() == pytest.approx(finish_s, abs=1e-6)
+
+
+@pytest.mark.parametrize("balanced_steps", [True, False])
+def test_nothing_stalls_where_requests_end_at_different_times(balanced_steps):
     rng = np.random.default_rng(3)
     arrivals, tokens = np.sort(rng.uniform(0, 60, 80)), rng.integers(1, 40, 80)
     rows = [(float(at), 1, int(count)) for at, count in zip(arrivals, tokens, strict=True)]
     stages = [stage(node(fixed_s=0.1), node(fixed_s=0.1, weight=2.0)), stage(node(fixed_s=0.15))]
-    outcome = simulate(simulation([instance("i", *stages, micro_batches=2)], requests(*rows), end_s=1e4))
+    one = instance("i", *stages, micro_batches=2, balanced_steps=balanced_steps)
+    outcome = simulate(simulation([one], requests(*rows), end_s=1e4))
     assert (outcome.requests.status == 0).all()
     assert outcome.requests.finish_s.max() < 60 + 40 * 0.15 * 4
 
