@@ -9,6 +9,7 @@ before the trace, and added to every simulated TTFT.
 from __future__ import annotations
 
 import json
+import secrets
 import statistics
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from artifacts.store import open_store
 from coral_core.catalog import find_config, load_catalog
 from coral_core.catalog.models import package_models
 from coral_core.clock import SystemClock
-from coral_core.domain.launch import Device, EngineTerms, LaunchPlan, ModelTerms, NodePlace
+from coral_core.domain.launch import Device, EngineTerms, LaunchPlan, ModelTerms, NodePlace, Runtime
 from coral_core.domain.models import ModelShape
 from coral_core.domain.templates import CapacitySource, Placement, ServingTemplate, Stage
 from coral_core.domain.workload import Phase, Slo
@@ -42,7 +43,7 @@ from coral_core.sim.inputs import SimInput, SimInstance, SimModel, SimNode, SimO
 from coral_core.sim.profiled import ProfiledTiming, profiled_timing
 from coral_core.sim.run import simulate
 from coral_core.units import MIB
-from tasks.fidelity_compare import Fidelity, Latencies, Serving
+from tasks.fidelity_compare import Fidelity, Latencies, Serving, Unmeasured
 from tasks.local_serving import CORAL, ROOT, answers, free_ports, make_tiny_models
 from tasks.measure import HttpEngines, Measuring, Subject, begun, publish
 
@@ -64,9 +65,13 @@ _LONE_GAP_S: Final = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FidelitySpec:
-    """What is served and asked. `layer_delay_ms`: see `engine.plugin.cpu_worker`; empty: the CPU's own times alone."""
+    """What is served and asked. `layer_delay_ms`: see `engine.plugin.cpu_worker`; empty: the CPU's own times alone.
+
+    `runtimes` of the engines: with `coral` among them KV goes by our connector, else by NIXL.
+    """
 
     servings: tuple[Serving, ...] = tuple(Serving)
+    runtimes: tuple[Runtime, ...] = (Runtime.VLLM, Runtime.CORAL)
     layer_delay_ms: str = "10,0.05"
     requests: int = 60
     requests_per_s: float = 1.5
@@ -111,9 +116,11 @@ class Bench:
     on_step: Callable[[str], object]
     first_port: int
 
-    def run(self, known: Profile | None) -> tuple[Profile, list[Fidelity]]:
-        """Profile where none is `known`, then serve and simulate each way. Raises MeasurementError; every process is ended."""
+    def run(self, known: Profile | None) -> tuple[Profile, list[Fidelity | Unmeasured]]:
+        """Profile where none is `known`, then serve and simulate each way. Raises MeasurementError without a profile; every process is ended."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.fleet_key.touch(mode=0o600)
+        self.fleet_key.write_text(secrets.token_hex(32), encoding="ascii")
         profile = known or self.profile()
         timing = profiled_timing(profile, 1)
         miss = np.abs(timing.error_frac)
@@ -121,7 +128,7 @@ class Bench:
             f"{len(profile.points)} points measured; the timing misses them by {np.median(miss):.1%} in the median, "
             f"{miss.max():.1%} at most"
         )
-        return profile, [self.serve(serving, profile, timing) for serving in self.spec.servings]
+        return profile, [self.tried(serving, profile, timing) for serving in self.spec.servings]
 
     # ------------------------------------------------------------------ what is served
 
@@ -144,7 +151,18 @@ class Bench:
             extra_args=("--no-enable-prefix-caching", "--worker-cls", _WORKER),
             env={_DELAY: self.spec.layer_delay_ms, "OMP_NUM_THREADS": "1"},
         )
-        return EngineTerms(device=Device.CPU, models={(MODEL, VARIANT): model}, step_timeout_s=STEP_LIMIT_S)
+        return EngineTerms(
+            device=Device.CPU,
+            models={(MODEL, VARIANT): model},
+            runtimes=self.spec.runtimes,
+            key_file=str(self.fleet_key),
+            step_timeout_s=STEP_LIMIT_S,
+        )
+
+    @property
+    def fleet_key(self) -> Path:
+        """By which engines know each other when KV is fetched."""
+        return self.folder / "fleet.key"
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -216,6 +234,13 @@ class Bench:
         for shot, why in found.refused.items():
             self.on_step(f"refused: {shot.name}: {why}")
         return found.profile
+
+    def tried(self, serving: Serving, profile: Profile, timing: ProfiledTiming) -> Fidelity | Unmeasured:
+        """What `serve` found; what could not be measured does not take along what was."""
+        try:
+            return self.serve(serving, profile, timing)
+        except MeasurementError as error:
+            return Unmeasured(serving=serving, why=str(error))
 
     def serve(self, serving: Serving, profile: Profile, timing: ProfiledTiming) -> Fidelity:
         """Real runs and the simulation of one way of serving."""
@@ -371,6 +396,7 @@ class Bench:
                 max_batched_tokens=MAX_TOKENS,
                 max_running_requests=MAX_REQUESTS,
                 micro_batches=len(layers),
+                balanced_steps=False,
             )
 
 
@@ -381,7 +407,7 @@ def bench_fidelity(
     interpreter: Path,
     profile: Profile | None = None,
     on_step: Callable[[str], object] = lambda _: None,
-) -> tuple[Profile, list[Fidelity]]:
+) -> tuple[Profile, list[Fidelity | Unmeasured]]:
     """The profile (measured first where none is given), and how the simulator does with it.
 
     Raises InputError for a profile of another model, configuration or engine flags, MeasurementError, ServingError.

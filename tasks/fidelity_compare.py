@@ -112,6 +112,18 @@ class Fidelity:
         return {**facts, "compared": compared, "rows": self.rows()}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unmeasured:
+    """A way of serving that could not be measured, and why."""
+
+    serving: Serving
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {"serving": self.serving.value, "unmeasured": self.why}
+
+
 def deviation_frac(said: Floats, real: Floats) -> float:
     """Mean absolute difference over the mean of `real`."""
     return float(np.abs(said - real).mean() / real.mean())

@@ -19,7 +19,7 @@ from coral_core.domain.workload import Phase
 from coral_core.perf.profile import Profile
 from coral_core.sim.profiled import profiled_timing
 from tasks.fidelity import Bench, FidelitySpec, bench_fidelity
-from tasks.fidelity_compare import Serving
+from tasks.fidelity_compare import Fidelity, Serving
 
 pytestmark = [
     pytest.mark.engine,
@@ -125,6 +125,7 @@ def test_the_simulator_is_near_real_serving(profiled, engine_python, record_prop
     _, (found,) = bench_fidelity(
         SPEC, folder=profiled.folder, interpreter=engine_python, profile=profiled.profile, on_step=print
     )
+    assert isinstance(found, Fidelity), found
     record_property("fidelity", json.dumps(found.to_json()))
     assert {row["label"] for row in found.rows()} == {"measured", "simulated"}
     for one in found.compared:

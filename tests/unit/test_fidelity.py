@@ -6,15 +6,17 @@ import asyncio
 import json
 import re
 from contextlib import suppress
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from coral_core.domain.launch import Runtime
 from coral_core.domain.workload import Phase
 from coral_core.engine.trace_load import replay, request_bytes
-from coral_core.errors import InputError
+from coral_core.errors import InputError, MeasurementError
 from coral_core.perf.profile import Profile, ProfileKey, ProfilePoint
 from coral_core.sim.inputs import SimRequests
 from coral_core.sim.profiled import profiled_timing
@@ -110,6 +112,31 @@ def test_every_way_of_serving_has_its_launches(tmp_path, monkeypatch):
         assert len(set(ports)) == len(ports)
         for plan in found:
             assert all("--no-enable-prefix-caching" in node.argv for node in plan.nodes)
+
+
+def test_a_way_of_serving_that_fails_leaves_what_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.fidelity.make_tiny_models", lambda *_: {"tiny-chat": tmp_path})
+
+    def serve(self, serving, profile, timing):
+        if serving is Serving.AGGREGATED:
+            raise MeasurementError("the gateway did not start")
+        return Fidelity(serving=serving, requests=0, outside_s=0.0, measured=(), simulated=None)
+
+    monkeypatch.setattr(Bench, "serve", serve)
+    _, found = replace(bench(), folder=tmp_path).run(profile())
+    assert [one.serving for one in found] == list(Serving)
+    assert found[0].to_json() == {"serving": "aggregated", "unmeasured": "the gateway did not start"}
+    assert all(isinstance(one, Fidelity) for one in found[1:])
+
+
+def test_kv_goes_by_the_connector_that_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.fidelity.make_tiny_models", lambda *_: {"tiny-chat": tmp_path})
+    for runtimes, connector in (
+        ((Runtime.VLLM,), "NixlConnector"),
+        ((Runtime.VLLM, Runtime.CORAL), "CoralKVConnector"),
+    ):
+        for plan in bench(runtimes=runtimes).plans(Serving.DISAGGREGATED):
+            assert any(connector in word for node in plan.nodes for word in node.argv)
 
 
 def asked_of(trace, answer) -> tuple[list, list[dict]]:
