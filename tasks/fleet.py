@@ -13,8 +13,8 @@ from artifacts.fleets import FleetRun, list_runs, read_identity
 from artifacts.keys import time_text
 from artifacts.leases import read_lease
 from artifacts.plans import StoredPlan, list_plans, read_plan
-from coral_core.cloud.engine_port import Readiness
-from coral_core.cloud.fleet_view import Condition, Instance, Signals, gather, judge
+from coral_core.cloud.engine_port import signals_of
+from coral_core.cloud.fleet_view import Condition, Instance, gather, judge
 from coral_core.cloud.steps import ReconcilePolicy
 from coral_core.domain.fleet import Node, Offer
 from coral_core.domain.hardware import Market
@@ -185,17 +185,13 @@ def _offer(item: Mapping[str, Any]) -> Offer:
 
 def _instance(job: Job, instance: Instance, prices: Mapping[Offer, float]) -> dict[str, Any]:
     now, patience = job.provider.clock.now(), ReconcilePolicy(zones={})
-    seen = job.provider.engine.ready(instance) if instance.running else Readiness.NOT_READY
-    named = frozenset({instance.instance_id})
     condition, reason = judge(
         instance,
-        Signals(
-            ready=named if seen is Readiness.READY else frozenset(),
-            failed=named if seen is Readiness.FAILED else frozenset(),
-        ),
+        signals_of(job.provider.engine, instance),
         now=now,
         start_timeout_s=patience.start_timeout_s,
         unready_grace_s=patience.unready_grace_s,
+        lost_grace_s=patience.lost_grace_s,
     )
     return {
         "instance": instance.instance_id,

@@ -33,6 +33,9 @@ class GatewayEngine:
         row: dict[str, Any] = next((row for row in rows if row["name"] == instance.instance_id), {})
         if row.get("failed"):
             return Readiness.FAILED
+        # A degraded one may shortly get no requests, because those on the lost node failed: whoever watches over it knows better.
+        if row.get("weight_frac", 1.0) < 1 and (row["ready"] or row["reported"]):
+            return Readiness.DEGRADED
         return Readiness.READY if row.get("ready") else Readiness.NOT_READY
 
     def set_weight(self, instance: Instance, weight: float) -> None:

@@ -13,9 +13,9 @@ from artifacts.library import open_library
 from artifacts.plans import StoredPlan, list_plans, read_plan
 from artifacts.store import Store
 from coral_core.clock import Clock
-from coral_core.cloud.engine_port import Engine, Readiness
+from coral_core.cloud.engine_port import Engine, signals_of
 from coral_core.cloud.events import Debounce, FleetCondition, Look, debounced, news, what_holds
-from coral_core.cloud.fleet_view import Condition, Instance, Signals, gather, judge
+from coral_core.cloud.fleet_view import Condition, Instance, gather, judge
 from coral_core.cloud.steps import ReconcilePolicy
 from coral_core.cloud.supply import Reading
 from coral_core.config.demand import DemandSpec
@@ -181,7 +181,7 @@ def look(watched: Watched) -> tuple[Look, tuple[str, ...]]:
         notes.append(f"the demand of {', '.join(unknown)} is not watched: measurements are missing or stale")
     instances = gather(seen.nodes)
     conditions = {i.instance_id: _condition(i, watched.provider.engine, now) for i in instances}
-    standing = {Condition.STARTING, Condition.UP, Condition.LEAVING}
+    standing = {Condition.STARTING, Condition.UP, Condition.LEAVING, Condition.DEGRADED}
     return Look(
         instances=conditions,
         wanted=wanted_instances(store, fleet),
@@ -243,15 +243,15 @@ def nodes_to_be_had(seen: Observation) -> dict[tuple[str, str], int]:
 
 
 def _condition(instance: Instance, engine: Engine, now: datetime) -> tuple[Condition, str]:
-    """By what the cloud says, and by what the serving side has given up; one that is slow is the business of runs."""
+    """By what the cloud and the serving side say; one that is slow is the business of runs."""
     policy = ReconcilePolicy(zones={})
-    failed = instance.running and engine.ready(instance) is Readiness.FAILED
     return judge(
         instance,
-        Signals(failed=frozenset({instance.instance_id} if failed else ())),
+        signals_of(engine, instance),
         now=now,
         start_timeout_s=policy.start_timeout_s,
         unready_grace_s=policy.unready_grace_s,
+        lost_grace_s=policy.lost_grace_s,
     )
 
 

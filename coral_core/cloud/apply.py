@@ -19,7 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 from coral_core.cloud.budget import check_plan
-from coral_core.cloud.engine_port import Readiness
+from coral_core.cloud.engine_port import Readiness, asked
 from coral_core.cloud.fleet_view import Exhausted, Instance, Signals, gather, holdings
 from coral_core.cloud.ports import (
     ApplyPolicy,
@@ -86,8 +86,7 @@ class _Run:
         self.stopped_s: dict[str, float] = {}
         self.listed_alive: set[str] = set()
         self.unknown_s: dict[tuple[str, int], float] = {}  # orders without an answer
-        self.ready: set[str] = set()
-        self.failed: set[str] = set()
+        self.said: dict[Readiness, set[str]] = {}  # instances by what the serving side says of them
         self.unready_since_s: dict[str, float] = {}
         self.weight: dict[str, float] = {}
         self.drain_since_s: dict[str, float] = {}
@@ -155,27 +154,24 @@ class _Run:
         return node if node.state is NodeState.GONE else replace(node, state=NodeState.ENDING)
 
     def _ask_engines(self, now_s: float) -> None:
-        self.ready.clear()
-        self.failed.clear()
+        self.said = {readiness: set() for readiness in Readiness}
         for instance in gather(self.nodes.values()):
             name = instance.instance_id
-            readiness = self.ports.engine.ready(instance) if instance.running else Readiness.NOT_READY
+            readiness = asked(self.ports.engine, instance)
+            self.said[readiness].add(name)
             if readiness is Readiness.NOT_READY:
                 self.unready_since_s.setdefault(name, now_s)
-                continue
-            self.unready_since_s.pop(name, None)
-            if readiness is Readiness.FAILED:
-                self.failed.add(name)
-            if readiness is Readiness.READY:
-                self.ready.add(name)
-                self.begun.discard(name)
+            else:
+                self.unready_since_s.pop(name, None)
+        self.begun -= self.said[Readiness.READY] | self.said[Readiness.DEGRADED]
 
     def reconcile(self) -> Reconciliation:
         now_s = self.ports.clock.monotonic_s()
         signals = Signals(
-            ready=frozenset(self.ready),
+            ready=frozenset(self.said[Readiness.READY]),
+            degraded=frozenset(self.said[Readiness.DEGRADED]),
             unready_s={name: now_s - since_s for name, since_s in self.unready_since_s.items()},
-            failed=frozenset(self.failed),
+            failed=frozenset(self.said[Readiness.FAILED]),
             weight=self.weight,
             draining=frozenset(self.drain_since_s),
             drained=frozenset(self.drained),

@@ -5,13 +5,18 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Protocol
 
-from coral_core.cloud.fleet_view import Instance
+from coral_core.cloud.fleet_view import Instance, Signals
 
 
 class Readiness(StrEnum):
-    """`unknown`: the engine's side cannot be asked; it condemns no instance. `failed`: it is given up for good, as a whole."""
+    """Of an engine: whether it answers.
+
+    `degraded`: it does, and goes on without some of its nodes; `unknown`: its side cannot be asked, which condemns no
+    instance; `failed`: it is given up for good, as a whole.
+    """
 
     READY = "ready"
+    DEGRADED = "degraded"
     NOT_READY = "not_ready"
     UNKNOWN = "unknown"
     FAILED = "failed"
@@ -31,3 +36,19 @@ class Engine(Protocol):
     def drain(self, instance: Instance) -> bool:
         """Take no new requests; True once none is in flight (or the instance is no longer known)."""
         ...
+
+
+def asked(engine: Engine, instance: Instance) -> Readiness:
+    """What the serving side says of an instance; one whose nodes cannot serve is not ready, and nobody is asked."""
+    return engine.ready(instance) if instance.may_serve else Readiness.NOT_READY
+
+
+def signals_of(engine: Engine, instance: Instance) -> Signals:
+    """One look at an instance: what a run would know of it that has just begun."""
+    seen, named = asked(engine, instance), frozenset({instance.instance_id})
+    return Signals(
+        ready=named if seen is Readiness.READY else frozenset(),
+        degraded=named if seen is Readiness.DEGRADED else frozenset(),
+        unready_s={instance.instance_id: 0.0} if seen is Readiness.NOT_READY else {},
+        failed=named if seen is Readiness.FAILED else frozenset(),
+    )

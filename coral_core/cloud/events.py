@@ -1,6 +1,6 @@
 """What calls for a plan before the next scheduled one, and when such a run is started. Pure.
 
-A serving instance is dead, the cloud takes a spot node back, more is asked than the plan holds, or capacity that a short
+A serving instance is dead or has lost a node, the cloud takes a spot node back, more is asked than the plan holds, or capacity that a short
 plan lacked can be had: `what_holds` states which of these hold now. Those that did not hold at the last look are news, and
 `debounced` turns news into runs:
 
@@ -25,6 +25,7 @@ class EventKind(StrEnum):
     """What may happen to a fleet."""
 
     INSTANCE_DEAD = "instance-dead"
+    INSTANCE_DEGRADED = "instance-degraded"
     SPOT_NOTICE = "spot-notice"
     DEMAND_ABOVE_PLAN = "demand-above-plan"
     CAPACITY_BACK = "capacity-back"
@@ -95,6 +96,7 @@ def what_holds(look: Look, *, tolerance_frac: float) -> tuple[FleetCondition, ..
 
 _KIND_OF: Mapping[Condition, tuple[EventKind, ...]] = {
     Condition.FAILED: (EventKind.INSTANCE_DEAD,),
+    Condition.DEGRADED: (EventKind.INSTANCE_DEGRADED,),
     Condition.LEAVING: (EventKind.SPOT_NOTICE,),
 }
 

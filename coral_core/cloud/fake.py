@@ -310,13 +310,16 @@ class FakeEngine:
     """Implements `Engine` over a fake cloud: an engine answers `boot_s` after its youngest node runs.
 
     Templates in `broken` never answer. An instance is drained `drain_s` after it was told to, at once where it did not
-    answer; ids in `condemned` have failed for good. `weight` is what the gateway routes by; `unreachable` makes the gateway's side unknown.
+    answer; ids in `condemned` have failed for good. Instances of templates in `wide` go on without nodes, as long as the first
+    and one of every stage are left. `weight` is what the gateway routes by; `unreachable` makes the gateway's side unknown.
     """
 
     cloud: FakeCloud
     boot_s: float = 60.0
     drain_s: float = 20.0
     broken: set[str] = field(default_factory=set)
+    wide: set[str] = field(default_factory=set)
+    answered: set[str] = field(default_factory=set)
     condemned: set[str] = field(default_factory=set)
     unreachable: bool = False
     weight: dict[str, float] = field(default_factory=dict)
@@ -328,7 +331,10 @@ class FakeEngine:
             return Readiness.UNKNOWN
         if instance.instance_id in self.condemned:
             return Readiness.FAILED
-        return Readiness.READY if self._answers(instance) else Readiness.NOT_READY
+        if self._answers(instance):
+            self.answered.add(instance.instance_id)
+            return Readiness.READY
+        return Readiness.DEGRADED if self._goes_on(instance) else Readiness.NOT_READY
 
     def set_weight(self, instance: Instance, weight: float) -> None:
         """Route by this weight."""
@@ -339,14 +345,24 @@ class FakeEngine:
     def drain(self, instance: Instance) -> bool:
         """Whether its requests have ended."""
         begun = self.draining_since.setdefault(instance.instance_id, self.cloud.clock.now())
-        if not self._answers(instance):
+        if not self._answers(instance) and not self._goes_on(instance):
             return True
         return (self.cloud.clock.now() - begun).total_seconds() >= self.drain_s
 
     def _answers(self, instance: Instance) -> bool:
-        alive = {machine.node_id for machine in self.cloud.held(also_ending=False) if not machine.halted}
         return (
             instance.template_id not in self.broken
-            and all(node.node_id in alive for node in instance.nodes)
+            and len(self._alive(instance)) == len(instance.nodes)
             and (self.cloud.clock.now() - instance.launched_at).total_seconds() >= self.cloud.boot_s + self.boot_s
         )
+
+    def _goes_on(self, instance: Instance) -> bool:
+        """Whether it has answered, and of the nodes that are left the first one and one of each stage are."""
+        wide = instance.template_id in self.wide and instance.instance_id in self.answered
+        left = self._alive(instance)
+        stages = {node.tags.stage for node in instance.nodes}
+        return wide and 0 in {node.tags.node for node in left} and stages == {node.tags.stage for node in left}
+
+    def _alive(self, instance: Instance) -> list[Node]:
+        alive = {machine.node_id for machine in self.cloud.held(also_ending=False) if not machine.halted}
+        return [node for node in instance.nodes if node.node_id in alive]

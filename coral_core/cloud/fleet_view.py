@@ -85,6 +85,17 @@ class Instance:
         return not self.missing and all(node.state is NodeState.RUNNING for node in self.nodes)
 
     @property
+    def may_serve(self) -> bool:
+        """Whether the nodes that run may serve: the first, which runs the engine, and at least one of every stage.
+
+        Stages of nodes that are not listed at all are not seen here.
+        """
+        run = [node.tags for node in self.nodes if node.state is NodeState.RUNNING]
+        return any(tags.node == 0 for tags in run) and {tags.stage for tags in run} == {
+            node.tags.stage for node in self.nodes
+        }
+
+    @property
     def standing(self) -> tuple[Node, ...]:
         """Nodes that a stop would end: all but those ending or gone."""
         return tuple(n for n in self.nodes if n.state not in {NodeState.ENDING, NodeState.GONE})
@@ -115,12 +126,14 @@ class Condition(StrEnum):
     """What an instance is in.
 
     `ended`: nothing to stop any more; `failed`: to be stopped whole; `leaving`: serves, and the cloud takes it back soon;
-    `starting`: on its way, or shortly not answering; `up`: all nodes run and the engine answers.
+    `degraded`: serves without some of its nodes, until another takes its place; `starting`: on its way, or shortly not
+    answering; `up`: all nodes run and the engine answers.
     """
 
     ENDED = "ended"
     FAILED = "failed"
     LEAVING = "leaving"
+    DEGRADED = "degraded"
     STARTING = "starting"
     UP = "up"
 
@@ -139,13 +152,14 @@ class Exhausted:
 class Signals:
     """What a run knows besides the listing, by instance id.
 
-    `ready`: instances whose engine answers; `unready_s`: for how long an engine has been seen not to answer (absent: it
+    `ready`: instances whose engine answers; `degraded`: those of which it answers and goes on without a node; `unready_s`: for how long an engine has been seen not to answer (absent: it
     answers or cannot be asked); `failed`: given up by the serving side; `weight`: routing weights set in this run; `draining`: told to drain in this run;
     `drained`: nothing in flight any more, or given up waiting; `burnt`: ids that must not be used again; `given_up`:
     (template, region, market) whose instances fail to come up.
     """
 
     ready: frozenset[str] = frozenset()
+    degraded: frozenset[str] = frozenset()
     unready_s: Mapping[str, float] = field(default_factory=dict)
     failed: frozenset[str] = frozenset()
     weight: Mapping[str, float] = field(default_factory=dict)
@@ -157,13 +171,24 @@ class Signals:
 
 
 def judge(
-    instance: Instance, signals: Signals, *, now: datetime, start_timeout_s: float, unready_grace_s: float
+    instance: Instance,
+    signals: Signals,
+    *,
+    now: datetime,
+    start_timeout_s: float,
+    unready_grace_s: float,
+    lost_grace_s: float,
 ) -> tuple[Condition, str]:
     """The condition of an instance and, where it is not `up`, the reason in words.
 
-    An instance of several nodes is up only when all of them are; one dead node condemns it whole.
+    An instance of several nodes is up only when all of them are. One dead node condemns it whole, unless its stage has
+    another: then its engine may go on with less until it is replaced, and is condemned once it has not answered for
+    `lost_grace_s` (where requests on the lost node have failed, the gateway may shortly give it none).
     """
-    unready_s = signals.unready_s.get(instance.instance_id, 0.0)
+    name = instance.instance_id
+    unready_s = signals.unready_s.get(name, 0.0)
+    answers = name in signals.ready or name in signals.degraded
+    lost = _lost(instance, answers=answers)
     old = (now - instance.launched_at).total_seconds() > start_timeout_s
     verdict = (
         Condition.STARTING,
@@ -171,28 +196,32 @@ def judge(
     )
     if not instance.standing:
         verdict = Condition.ENDED, "all its nodes have ended"
-    elif damage := _damage(instance):
-        verdict = Condition.FAILED, damage
-    elif instance.instance_id in signals.failed:
+    elif not instance.consistent:
+        verdict = Condition.FAILED, "its nodes contradict each other"
+    elif lost and (unready_s >= lost_grace_s or not instance.may_serve):
+        verdict = Condition.FAILED, lost
+    elif name in signals.failed:
         verdict = Condition.FAILED, "the serving side has given it up: a node, a rank or a step of it failed"
-    elif instance.missing and old:
+    elif instance.missing and old and not answers:
         verdict = Condition.FAILED, f"{len(instance.missing)} of its nodes never came"
-    elif not instance.missing and any(node.interrupted for node in instance.nodes):
+    elif not instance.missing and any(node.interrupted for node in instance.standing):
         verdict = Condition.LEAVING, "the cloud takes a spot node back"
-    elif instance.running and instance.instance_id in signals.ready:
+    elif lost or name in signals.degraded:
+        silent = name in signals.unready_s
+        what = "it does not answer for now" if silent else "it goes on with less"
+        verdict = Condition.DEGRADED, f"{lost or 'its engine has lost a node'}, and {what}"
+    elif instance.running and answers:
         verdict = Condition.UP, ""
     elif old and unready_s >= unready_grace_s:
         verdict = Condition.FAILED, f"its engine has not answered for {unready_s:.0f} s"
     return verdict
 
 
-def _damage(instance: Instance) -> str:
-    """What no waiting mends; empty where nothing is broken."""
+def _lost(instance: Instance, *, answers: bool) -> str:
+    """What no waiting brings back; empty where nothing is lost. Nodes that are not listed are, once the engine answers."""
     standing = instance.standing
-    if not instance.consistent:
-        return "its nodes contradict each other"
     if len(standing) < len(instance.nodes):
         return "one of its nodes has ended"
     if any(node.state is NodeState.HALTED for node in standing):
         return "one of its nodes was stopped"
-    return ""
+    return "one of its nodes is gone" if instance.missing and answers else ""

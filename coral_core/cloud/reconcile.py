@@ -1,14 +1,15 @@
 """From the observed fleet and a plan to ordered steps: start new, wait ready, shift weight, drain old, stop. Pure.
 
 Level-triggered: the steps are derived from what is there, never from what an earlier run meant to do, so a run that
-died anywhere is continued by the next one. Make before break: an old instance of a model is drained only when all
-that the plan wants of this model is up, unless a limit leaves no room for old and new side by side.
+died anywhere is continued by the next one. Make before break: an old instance of a model, or one that has lost a node and
+goes on, is drained only when all that the plan wants of this model is up, unless a limit leaves no room for old and new
+side by side.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime
 from typing import Final
 
@@ -21,6 +22,7 @@ from coral_core.domain.fleet import FleetLimits, FleetPlan, InstanceSpec, Node, 
 from coral_core.domain.hardware import Market
 
 _KEEP_FIRST: Final = {Condition.UP: 0, Condition.STARTING: 1}
+_REPLACED: Final = {Condition.LEAVING, Condition.DEGRADED}
 
 
 def reconcile(
@@ -69,6 +71,7 @@ class _Diff:
                 now=now,
                 start_timeout_s=policy.start_timeout_s,
                 unready_grace_s=policy.unready_grace_s,
+                lost_grace_s=policy.lost_grace_s,
             )
             wanted = wanted_of.get(instance.key)
             if condition is Condition.STARTING and instance.missing:
@@ -84,7 +87,7 @@ class _Diff:
         self.surplus: list[Instance] = []
         for wanted in plan.wanted:
             found = sorted(by_key.pop(_key(wanted), []), key=self._keep_rank)
-            keep = [i for i in found[: wanted.count] if self.condition[i.instance_id] is not Condition.LEAVING]
+            keep = [i for i in found[: wanted.count] if self.condition[i.instance_id] not in _REPLACED]
             self.kept.append((wanted, keep))
             self.surplus += [instance for instance in found if instance not in keep]
         self.surplus += [instance for instances in by_key.values() for instance in instances]
@@ -122,8 +125,8 @@ class _Diff:
     def result(self, groups: Sequence[tuple[str, str]]) -> Reconciliation:
         stops = list(self._stop_failed())
         starts = list(self._starts())
-        waits, weights = list(self._waits()), list(self._weights())
-        drains = list(self._drains([step for step in starts if step.due is Due.ROOM]))
+        at_once = self._in_the_way([step for step in starts if step.due is Due.ROOM])
+        waits, weights, drains = list(self._waits()), list(self._weights(at_once)), list(self._drains(at_once))
         return Reconciliation(
             steps=(*stops, *starts, *waits, *weights, *drains, *self._releases(groups)), unmet=tuple(self.unmet)
         )
@@ -245,28 +248,33 @@ class _Diff:
                 if self.condition[instance.instance_id] is Condition.STARTING and not instance.missing:
                     yield _step(Action.WAIT, instance, "its engine must answer", due=Due.ENGINE)
 
-    def _weights(self) -> Iterator[Step]:
+    def _weights(self, at_once: Collection[str]) -> Iterator[Step]:
+        """What serves and stays for now gets its full weight, of a degraded one too: the gateway knows what is left of it."""
+        going_on = [i for i in self.surplus if self.condition[i.instance_id] is Condition.DEGRADED]
         for wanted, keep in self.kept:
-            for instance in keep:
-                weight = wanted.spec.throughput
-                if (
-                    self.condition[instance.instance_id] is Condition.UP
-                    and self.signals.weight.get(instance.instance_id) != weight
-                ):
-                    yield _step(Action.WEIGHT, instance, "it is up", weight=weight)
+            weight = wanted.spec.throughput
+            up = [i for i in keep if self.condition[i.instance_id] is Condition.UP]
+            up += [i for i in going_on if i.key == _key(wanted) and not self._may_go(i, at_once)]
+            for instance in up:
+                if self.signals.weight.get(instance.instance_id) != weight:
+                    reason = "it goes on with less" if instance in going_on else "it is up"
+                    yield _step(Action.WEIGHT, instance, reason, weight=weight)
 
-    def _drains(self, blocked: Sequence[Step]) -> Iterator[Step]:
+    def _may_go(self, instance: Instance, at_once: Collection[str]) -> bool:
+        """Whether a surplus instance is to be drained now."""
+        leaving = self.condition[instance.instance_id] is Condition.LEAVING
+        return leaving or instance.instance_id in at_once or instance.model not in self.unfinished
+
+    def _drains(self, at_once: Collection[str]) -> Iterator[Step]:
         """Take surplus instances out after their replacement is up.
 
         At once: those the cloud takes back, and as many as a limit demands.
         """
-        at_once = self._in_the_way(blocked)
         under_way = 0
         for instance in sorted(self.surplus, key=lambda i: (i.instance_id not in self.signals.draining, i.launched_at)):
             name = instance.instance_id
             leaving = self.condition[name] is Condition.LEAVING
-            free = leaving or name in at_once or instance.model not in self.unfinished
-            due = Due.NOW if free else Due.REPLACEMENT
+            due = Due.NOW if self._may_go(instance, at_once) else Due.REPLACEMENT
             if due is Due.NOW and not leaving and name not in self.signals.drained:
                 under_way += 1
                 due = Due.TURN if under_way > self.policy.max_draining else due
@@ -275,6 +283,8 @@ class _Diff:
                 if leaving
                 else "a limit leaves no room beside it"
                 if name in at_once
+                else "it has lost a node"
+                if self.condition[name] is Condition.DEGRADED
                 else "the plan does not want it"
             )
             if name not in self.signals.drained:

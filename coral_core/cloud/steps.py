@@ -82,7 +82,8 @@ class Reconciliation:
 class ReconcilePolicy:
     """How fast and how patient. `zones[region, config]` lists the zones that offer a configuration, best first.
 
-    `max_starting` and `max_draining` bound how many instances are under way at once.
+    `max_starting` and `max_draining` bound how many instances are under way at once. `lost_grace_s`: for how long an engine that
+    has lost a node and may go on need not answer.
     """
 
     zones: Mapping[tuple[str, str], Sequence[str]]
@@ -90,6 +91,7 @@ class ReconcilePolicy:
     max_draining: int = 8
     start_timeout_s: float = 900.0
     unready_grace_s: float = 120.0
+    lost_grace_s: float = 15.0
 
 
 def step_lines(todo: Reconciliation) -> tuple[str, ...]:

@@ -99,6 +99,7 @@ def test_one_that_is_given_up_gets_nothing_and_its_streams_do_not_hang():
             assert (await case.admin("PUT", f"/instances/{failed}/readiness", left))[0] == 200
             rows = (await case.admin("GET", "/instances"))[1]["instances"]
             assert [row["weight_frac"] for row in rows if row["name"] == failed] == [0.5]
+            assert await asyncio.to_thread(engine.ready, instance(failed)) is Readiness.DEGRADED
             wrong = {"ready": True, "weight_frac": 0}
             assert (await case.admin("PUT", f"/instances/{failed}/readiness", wrong))[0] == 400
             await case.admin("PUT", f"/instances/{failed}/readiness", {"ready": True})

@@ -148,9 +148,9 @@ def test_what_cannot_be_completed_is_stopped_whole(signals, goal, age_s, reason)
     [
         ({}, Condition.UP),
         ({"state": NodeState.PENDING}, Condition.STARTING),
-        ({"state": NodeState.GONE}, Condition.FAILED),
-        ({"state": NodeState.ENDING}, Condition.FAILED),
-        ({"state": NodeState.HALTED}, Condition.FAILED),
+        ({"state": NodeState.GONE}, Condition.DEGRADED),
+        ({"state": NodeState.ENDING}, Condition.DEGRADED),
+        ({"state": NodeState.HALTED}, Condition.DEGRADED),
         ({"interrupted": True}, Condition.LEAVING),
         ({"zone": "east-b"}, Condition.FAILED),
         ({"market": Market.SPOT}, Condition.FAILED),
@@ -161,7 +161,12 @@ def test_an_instance_is_as_good_as_its_worst_node(change, condition):
     nodes[1] = replace(nodes[1], **change)
     (instance,) = gather(nodes)
     found, reason = judge(
-        instance, Signals(ready=frozenset({"x"})), now=NOW, start_timeout_s=900.0, unready_grace_s=60.0
+        instance,
+        Signals(ready=frozenset({"x"})),
+        now=NOW,
+        start_timeout_s=900.0,
+        unready_grace_s=60.0,
+        lost_grace_s=15.0,
     )
     assert found is condition
     assert bool(reason) == (condition is not Condition.UP)
@@ -179,7 +184,7 @@ def test_an_instance_is_as_good_as_its_worst_node(change, condition):
 def test_a_silent_engine_fails_an_instance_only_when_old_and_long_silent(age_s, unready_s, condition):
     (instance,) = gather(nodes_of(ONE, "x", age_s=age_s))
     signals = Signals(unready_s={} if unready_s is None else {"x": unready_s})
-    found, _ = judge(instance, signals, now=NOW, start_timeout_s=900.0, unready_grace_s=60.0)
+    found, _ = judge(instance, signals, now=NOW, start_timeout_s=900.0, unready_grace_s=60.0, lost_grace_s=15.0)
     assert found is condition
 
 
