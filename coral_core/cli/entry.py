@@ -20,7 +20,7 @@ app = App(
     name="coral",
     version=__version__,
     help="Serve many LLMs at once on rented, mixed cloud GPUs at the least cost.",
-    help_epilogue="Exit codes: 0 done, 2 wrong input, 3 no (full) solution, 4 a fact is missing, 5 solver, 6 store, 7 cloud, 8 serving.",
+    help_epilogue="Exit codes: 0 done, 2 wrong input, 3 no (full) solution, 4 a fact is missing, 5 solver, 6 store, 7 cloud, 8 serving, 9 measurement.",
 )
 for group, text in {
     "catalog": "GPUs, node configurations and their prices.",
@@ -44,23 +44,21 @@ for group, text in {
     "flows": "Prefect: run the flows, serve the deployments.",
 }.items():
     app.command(f"coral_core.cli.{group}:app", name=group, help=text)
-app.command(
-    "coral_core.cli.doctor:doctor", name="doctor", help="What is installed, licensed and reachable; input ages."
-)
-app.command("coral_core.cli.reallocate:reallocate", name="reallocate", help="Plan, and make the fleet the plan.")
-app.command("coral_core.cli.teardown:teardown", name="teardown", help="Release all that a fleet holds.")
-app.command("coral_core.cli.demo:demo", name="demo", help="The main job on the scenario `tiny`, end to end.")
-app.command(
-    "coral_core.cli.serve_demo:serve_demo", name="serve-demo", help="The whole loop on this machine, with real engines."
-)
-app.command("coral_core.cli.simulate:simulate", name="simulate", help="One policy on a scenario, in the simulator.")
-app.command(
-    "coral_core.cli.predict:predict", name="predict", help="TTFT and TPOT of one replica under load, with error bars."
-)
-app.command("coral_core.cli.ledger:ledger", name="ledger", help="Predicted against measured, the worst first.")
-app.command(
-    "coral_core.cli.calibrate:calibrate", name="calibrate", help="How much of a capacity plans may count on, simulated."
-)
+SINGLE = {
+    "doctor": "What is installed, licensed and reachable; input ages.",
+    "reallocate": "Plan, and make the fleet the plan.",
+    "teardown": "Release all that a fleet holds.",
+    "demo": "The main job on the scenario `tiny`, end to end.",
+    "serve-demo": "The whole loop on this machine, with real engines.",
+    "simulate": "One policy on a scenario, in the simulator.",
+    "predict": "TTFT and TPOT of one replica under load, with error bars.",
+    "ledger": "Predicted against measured, the worst first.",
+    "calibrate": "How much of a capacity plans may count on, simulated.",
+}
+"""Commands of one function, and their line in the list; the page of each has the function's own text."""
+for command, text in SINGLE.items():
+    function = command.replace("-", "_")
+    app.command(f"coral_core.cli.{function}:{function}", name=command, help=text)
 app.register_install_completion_command(name="--install-completion")
 
 
@@ -84,6 +82,7 @@ def run(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
         refuse_foreign_packages()
+        _give_own_page(sys.argv[1:] if arguments is None else arguments)
         result = app(arguments, print_error=False, exit_on_error=False, result_action="return_value")
     except CycloptsError as error:
         return _fail(str(error), USAGE_EXIT_CODE)
@@ -96,6 +95,12 @@ def run(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return result if isinstance(result, int) else 0
+
+
+def _give_own_page(arguments: list[str]) -> None:
+    """Let `coral COMMAND --help` show all that the command's docstring says: its line in the list would hide that."""
+    if arguments and arguments[0] in SINGLE and not set(app.help_flags).isdisjoint(arguments):
+        app[arguments[0]].help = None
 
 
 def _fail(message: str, code: int) -> int:

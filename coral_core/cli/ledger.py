@@ -37,8 +37,9 @@ def ledger(
 ) -> None:
     """Compare predictions with reference data: serving runs, layer times, latencies; the worst first.
 
-    With --runs or --profiles, with your own measurements alone. No model is scored with costs fitted to its own runs. Corrects nothing: what plans count on changes only by
-    `coral profile fit`, or by profiles.
+    With --runs or --profiles your own measurements are compared, and nothing else. No model is scored with costs fitted
+    to its own runs. Nothing is corrected: what plans count on changes only by profiles, or by tables of `coral profile
+    fit` that are put in place of those that ship.
     """
     from coral_core.clock import SystemClock
     from coral_core.config.layer_times import reference_folder
