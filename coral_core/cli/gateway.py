@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,7 +53,7 @@ def run(
         if as_json:
             print_json(facts)
         else:
-            print_text(f"{config} is right: {len(spec.models)} models on {len(spec.instances)} instances")
+            print_text(f"{config} is right: {_count(spec.models, 'model')} on {_count(spec.instances, 'instance')}")
         return
 
     from coral_core.serving.listener import bound_socket, run_loop
@@ -155,11 +156,20 @@ def _plan(spec: GatewaySpec, store: str | None) -> GatewayPlan:
     )
 
 
+def _count(things: Sized, name: str) -> str:
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
+
+
 def _token(path: Path) -> str:
+    from coral_core.serving.admin import checked_token
+
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return checked_token(path.read_text(encoding="utf-8").strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the admin token: {error}", where=str(path)) from None
+        fix = "write one into it: openssl rand -hex 32"
+        raise InputError(f"cannot read the admin token: {error}", where=str(path), fix=fix) from None
+    except InputError as error:
+        raise error.at(str(path)) from None
 
 
 def _sink(store: str | None) -> DemandSink:

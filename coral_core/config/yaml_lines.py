@@ -78,7 +78,8 @@ def _first_fault(
     known = next((location[:end] for end in range(len(location), 0, -1) if location[:end] in lines), ())
     place = f"{where}:{lines[known]}" if known else where
     more = f"; {len(faults) - 1} more" if len(faults) > 1 else ""
-    return InputError(f"`{key_path(location)}`: {_reason(fault, level, inner)}{more}", where=place)
+    of_key = f"`{key_path(location)}`: " if location else ""  # a fault between keys has no place of its own
+    return InputError(f"{of_key}{_reason(fault, level, inner)}{more}", where=place)
 
 
 def _reason(fault: Any, level: Sequence[object], inner: Sequence[object]) -> str:  # noqa: ANN401 - ErrorDetails

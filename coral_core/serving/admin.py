@@ -47,6 +47,13 @@ class _Readiness(msgspec.Struct, forbid_unknown_fields=True):
     weight_frac: float = 1.0
 
 
+def checked_token(token: str) -> str:
+    """The token, if it is long enough. Raises InputError where it is not."""
+    if len(token) < 32:
+        raise InputError("the admin token has less than 32 characters", fix="make one: openssl rand -hex 32")
+    return token
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admin:
     """The ASGI application of the admin listener. `token`: at least 32 characters, compared in constant time."""
@@ -55,10 +62,7 @@ class Admin:
     token: str
 
     def __post_init__(self) -> None:
-        if len(self.token) < 32:
-            raise InputError(
-                "the admin token has less than 32 characters", fix="coral gateway hash-key --new makes one"
-            )
+        checked_token(self.token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI connection."""

@@ -110,7 +110,7 @@ def test_what_is_wrong_with_the_files_is_told_with_its_line(tmp_path, capsys):
     assert run(["gateway", "run", "--config", str(path), "--check", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"models": [MODEL], "instances": ["a"], "keys": True}
     assert run(["gateway", "run", "--config", str(path), "--check"]) == 0
-    assert "is right: 1 models on 1 instances" in capsys.readouterr().out
+    assert "is right: 1 model on 1 instance" in capsys.readouterr().out
     instance = {"name": "a", "model": MODEL, "phase": "aggregated", "url": "http://h:1", "weight": 5.0}
     slo = {"ttft_s": 5.0, "tpot_s": 1.0}
     model = {"name": MODEL, "slo": slo, "mean_input_tokens": 1.0, "mean_output_tokens": 1.0}
@@ -120,8 +120,9 @@ def test_what_is_wrong_with_the_files_is_told_with_its_line(tmp_path, capsys):
         ({"listen": {"port": 0, "host": "0.0.0.0"}, "keys_file": None}, "without a keys_file anybody could ask"),
         ({"admin": {"port": 0, "host": "0.0.0.0", "token_file": "token"}}, "loopback only"),
         ({"admin": {"port": 0, "token_file": "none"}}, "cannot read the admin token"),
+        ({"admin": {"port": 0, "token_file": "short"}}, "less than 32 characters (make one"),
         ({"keys_file": "none.yaml"}, "none.yaml"),
-        ({"instances": [instance, dict(instance)]}, "a more than once"),
+        ({"instances": [instance, dict(instance)]}, "gateway.yaml: instances has a more than once"),
         ({"instances": [{**instance, "model": "other"}]}, "which models lacks"),
         ({"instances": [{**instance, "url": "http://h:1/v1"}]}, "`instances[0].url`"),
         ({"instances": [{**instance, "weight": -1.0}]}, "`instances[0].weight`"),
@@ -129,6 +130,7 @@ def test_what_is_wrong_with_the_files_is_told_with_its_line(tmp_path, capsys):
         ({"models": [{**model, "slo": {**slo, "ttft_s": 0.0}}]}, "`models[0].slo.ttft_s`"),
         ({"limits": {"stall_s": 0.0}}, "`limits.stall_s`"),
     ]
+    (tmp_path / "short").write_text("short", encoding="utf-8")
     for change, complaint in wrong:
         path = files(tmp_path, "http://127.0.0.1:9", **change)
         assert run(["gateway", "run", "--config", str(path), "--check"]) == 2, change
@@ -212,4 +214,4 @@ def test_the_documented_files_are_right(tmp_path, capsys):
     (tmp_path / "admin.token").write_text(TOKEN, encoding="utf-8")
     store = (tmp_path / "store").as_uri()
     assert run(["gateway", "run", "--config", str(tmp_path / "gateway.yaml"), "--check", "--store", store]) == 0
-    assert "1 models on 3 instances" in capsys.readouterr().out
+    assert "1 model on 3 instances" in capsys.readouterr().out
