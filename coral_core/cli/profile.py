@@ -56,7 +56,7 @@ def fit(
 
 @app.command(name="import")
 def import_profile(
-    file: Path,
+    file: Annotated[Path, Parameter(help="CSV with the times; its columns are named above.")],
     *,
     model: Annotated[str, Parameter(help="Model that was measured.")],
     config: Annotated[str, Parameter(help="Node configuration that it was measured on.")],
@@ -147,12 +147,16 @@ def list_all(*, store: StoreUrl = None, as_json: AsJson = False) -> int:
     else:
         columns = ("model", "config", "engine", "points", "tps", "as_of", "source")
         print_table("Profiles (measured)", columns, [_cells(row, columns) for row in rows])
+        if rows:
+            print_text("their keys, in this order:")
+        for row in rows:
+            print_text(row["key"])
     return StoreError.exit_code if damaged else 0
 
 
 @app.command
 def show(
-    key: str,
+    key: Annotated[str, Parameter(help="The profile's key (coral profile list).")],
     *,
     chart: Annotated[Path | None, Parameter(help="Write times against step size here, as SVG.")] = None,
     store: StoreUrl = None,
@@ -182,7 +186,7 @@ def show(
 
 @app.command
 def compare(
-    first: str,
+    first: Annotated[str, Parameter(help="A profile's key (coral profile list).")],
     second: Annotated[str | None, Parameter(help="Another profile's key; default: the analytic estimate.")] = None,
     *,
     catalog: _CATALOG = "aws-real",

@@ -36,6 +36,7 @@ def test_import_show_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [row] = json.loads(capsys.readouterr().out)
     assert (row["key"], row["flags"], row["kind"]) == (key, ["--enforce-eager"], "measured")
     assert run(["profile", "list", *url]) == 0
+    assert key in capsys.readouterr().out.splitlines()
     chart = tmp_path / "chart.svg"
     assert run(["profile", "show", key, *url, "--chart", str(chart)]) == 0
     assert "(measured)" in capsys.readouterr().out
