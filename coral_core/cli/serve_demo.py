@@ -12,9 +12,9 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, validators
 
@@ -134,7 +134,11 @@ def _reallocate(programs: Programs, scenario: str) -> None:
     until_s, told = time.monotonic() + _DEADLINE_S, ""
     while process.poll() is None:
         if time.monotonic() > until_s:
-            raise ServingError("the fleet is not up", where=str(programs.log("reallocate")))
+            raise ServingError(
+                f"the fleet is not up after {_DEADLINE_S:g} s: {told}",
+                where=str(programs.log("reallocate")),
+                fix=f"try again when the machine is less busy; engines' logs: {programs.serving.folder}/local/nodes/*/agent",
+            )
         state = _instances(programs)
         if state != told:
             print_note(f"   {state}")
@@ -157,7 +161,14 @@ def _instances(programs: Programs) -> str:
             rows = json.load(response)["instances"]
     except (OSError, ValueError, KeyError):
         return "the gateway does not answer"
-    return ", ".join(f"{row['name']} {'ready' if row['ready'] else 'starting'}" for row in rows) or "no instance yet"
+    return ", ".join(f"{row['name']} {_state(row)}" for row in rows) or "no instance yet"
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    """Of an instance as the gateway's admin side lists it; the gateway hears of it when it has answered for the first time."""
+    if row["failed"]:
+        return "failed, to be replaced"
+    return "ready" if row["ready"] else "not ready"
 
 
 def _answer(url: str, model: str) -> str:
