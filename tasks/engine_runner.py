@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from coral_core.clock import ListeningClock
 from coral_core.domain.launch import NodeLaunch
 from coral_core.engine.kept import end_left_behind
 from coral_core.engine.process import EngineProcess, start_engine
@@ -37,6 +38,7 @@ class EngineRunner:
     _stopped: bool = field(default=False, init=False)
     _tokens: float | None = field(default=None, init=False)
     _progress_s: float | None = field(default=None, init=False)
+    _looked_s: ListeningClock = field(default_factory=lambda: ListeningClock(time.monotonic), init=False)
     _status: StatusFile = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,7 +63,8 @@ class EngineRunner:
         )
 
     def report(self) -> RunnerReport:
-        """Its newest state and metrics."""
+        """Its newest state and metrics. For as long as nobody asks, nothing is known to stand still."""
+        now_s = self._looked_s()
         if self._engine is None:
             return RunnerReport(state=NodeState.IDLE)
         state = self._engine.state
@@ -74,7 +77,7 @@ class EngineRunner:
             log=() if failure is None else failure.log_lines,
             # Of a failed engine something may be left until it is stopped.
             alive=state.condition is not Condition.ENDED and not self._stopped,
-            sample=self._sample(self._engine.sample),
+            sample=self._sample(self._engine.sample, now_s),
             weight_frac=status.weight_frac if status else None,
             lost_nodes=dict(status.lost_nodes) if status else {},
         )
@@ -85,17 +88,17 @@ class EngineRunner:
             self._engine.stop(grace_s)
         self._stopped = True
 
-    def _sample(self, scraped: Scraped | None) -> EngineSample | None:
+    def _sample(self, scraped: Scraped | None, now_s: float) -> EngineSample | None:
         if scraped is None:
             return None
         tokens = scraped.generation_tokens_total
         if tokens is not None and self._tokens is not None and tokens > self._tokens:
-            self._progress_s = time.monotonic()
+            self._progress_s = now_s
         self._tokens = tokens
         return EngineSample(
             running_requests=_count(scraped.running_requests),
             waiting_requests=_count(scraped.waiting_requests),
-            progress_age_s=None if self._progress_s is None else time.monotonic() - self._progress_s,
+            progress_age_s=None if self._progress_s is None else now_s - self._progress_s,
         )
 
 

@@ -20,7 +20,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final, NoReturn
 
-from coral_core.clock import Clock
+from coral_core.clock import Clock, ListeningClock
 from coral_core.cloud.local_processes import Process, boot_id, end_all, leader, members, reap, see_process, send, spawn
 from coral_core.cloud.local_records import (
     AGENT_FILE,
@@ -307,13 +307,13 @@ class LocalProvisioner:
     def _locked(self) -> Iterator[None]:
         """One caller at a time; CloudBusyError where another one takes too long."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        until_s = time.monotonic() + self.call_timeout_s / 2
+        waited_s = ListeningClock(time.monotonic)
         with (self.folder / "lock").open("w") as lock:
             while True:
                 with suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                if time.monotonic() > until_s:
+                if waited_s() > self.call_timeout_s / 2:
                     raise CloudBusyError("another process is starting or stopping nodes", where=str(self.folder))
                 time.sleep(_LOCK_PAUSE_S)
             yield

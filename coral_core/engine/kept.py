@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from coral_core.clock import ListeningClock
 from coral_core.engine import keeper
 from coral_core.errors import InputError, ServingError
 
@@ -112,10 +113,10 @@ def end_left_behind(owner: str) -> tuple[int, ...]:
 def end_marked(mark: str) -> tuple[int, ...]:
     """Kill every process whose mark begins with `mark`, until none is there."""
     ended: dict[int, None] = {}
-    deadline_s = time.monotonic() + LONGEST_END_S
+    waited_s = ListeningClock(time.monotonic)
     while left := list(_marked(mark)):
         ended |= dict.fromkeys(left)
-        if time.monotonic() > deadline_s:
+        if waited_s() > LONGEST_END_S:
             raise ServingError(
                 f"engine processes {left} do not end", fix="look at what they wait for, and end them by hand"
             )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from coral_core.clock import ListeningClock
 from coral_core.domain.launch import NodeLaunch
 from coral_core.engine.engine_log import EngineLog
 from coral_core.engine.kept import Kept
@@ -25,6 +26,8 @@ STEP_LIMIT_VARIABLE = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
 START_LOOK_S = 0.2
 FIRST_TOKEN_S = 60.0
 """What the first completion gets; another is tried until the start's time is over."""
+LONGEST_LOOK_S = FIRST_TOKEN_S + 10.0
+"""More than one look at a start takes; of a longer gap only so much counts as its time."""
 LAST_WORDS_S = 10.0
 LONGEST_BEGUN_BYTES = 1 << 16
 """A progress bar writes for hours without ending its line."""
@@ -95,6 +98,7 @@ class EngineProcess:
         self._sample: EngineSample | None = None
         self._state = EngineState(condition=Condition.STARTING, reached=tuple(self._log.reached))
         self._began_s = time.monotonic()
+        self._watched_s = ListeningClock(time.monotonic, most_s=LONGEST_LOOK_S)
         self._kept: Kept | None = None
         taken = _taken_port(launch.ports)
         if taken is not None:
@@ -192,7 +196,7 @@ class EngineProcess:
         self._settle(kept)
 
     def _look_at_start(self) -> None:
-        now_s = self._elapsed_s()
+        watched_s = self._watched_s()
         self._set(Condition.STARTING)
         if self._probe is None:
             ready = any(step is StartStep.WEIGHTS for step, _ in self._log.reached)
@@ -200,7 +204,7 @@ class EngineProcess:
             ready = self._answers(self._probe)
         if ready:
             self._set(Condition.READY)
-        elif now_s > self._terms.start_s:
+        elif watched_s > self._terms.start_s:
             what = f"not ready after {self._terms.start_s:g} s; it had got as far as {self._state.step.value!r}"
             self._fail(EngineFailure(cause=Cause.START_TIMEOUT, what=what, log_lines=self._log.tail()))
 
@@ -214,7 +218,7 @@ class EngineProcess:
                 return False
             self._log.reach(StartStep.HTTP, self._elapsed_s())
             self._set(Condition.STARTING)
-        left_s = self._terms.start_s - self._elapsed_s()
+        left_s = self._terms.start_s - self._watched_s()
         if not probe.one_token(self._model, min(FIRST_TOKEN_S, max(left_s, 1.0))):
             return False
         self._log.reach(StartStep.ANSWERED, self._elapsed_s())

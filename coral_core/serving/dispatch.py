@@ -18,6 +18,7 @@ from coral_core.clock import Clock
 from coral_core.domain.workload import Phase
 from coral_core.routing import may_retry
 from coral_core.serving.metrics import GatewayMetrics
+from coral_core.serving.patience import Patience
 from coral_core.serving.refusals import RefusedError, not_ready
 from coral_core.serving.request import CompletionRequest
 from coral_core.serving.sse import DONE, BrokenStreamError, EventRelay, read_whole
@@ -76,6 +77,7 @@ class Dispatcher:
     metrics: GatewayMetrics
     clock: Clock
     terms: GatewayTerms
+    patience: Patience
 
     @asynccontextmanager
     async def answer(self, request: CompletionRequest, ticket: Ticket, request_id: str) -> AsyncIterator[Answer]:
@@ -124,7 +126,7 @@ class Dispatcher:
         """Where the decode engine finds the prompt's KV cache; None where the engines share it by other means."""
         with self._blamed(member, tries), _at_work(member):
             async with (
-                _limited(self.terms.first_byte_s),
+                self._limited(self.terms.first_byte_s),
                 posted(self.session, member.spec.url + request.path, request.prefill_body(), request_id) as response,
             ):
                 place = _whole(await read_all(response, self.terms.max_answer_bytes)).kv_transfer_params
@@ -142,7 +144,7 @@ class Dispatcher:
         stack.enter_context(_at_work(member))
         url, body = member.spec.url + request.path, request.whole_body(params)
         # An answer that comes whole takes as long as all its tokens: only the request's own limit holds for it.
-        async with _limited(self.terms.first_byte_s if request.stream else self.terms.request_s):
+        async with self._limited(self.terms.first_byte_s if request.stream else self.terms.request_s):
             response = await stack.enter_async_context(posted(self.session, url, body, request_id))
             if not request.stream:
                 content = await read_all(response, self.terms.max_answer_bytes)
@@ -154,6 +156,14 @@ class Dispatcher:
             while not first:
                 first = await _next_events(response, relay)
             return Answer(member=member, first=first, relay=relay, response=response)
+
+    @asynccontextmanager
+    async def _limited(self, limit_s: float) -> AsyncIterator[None]:
+        try:
+            async with self.patience.limit(limit_s):
+                yield
+        except TimeoutError:
+            raise UpstreamError(f"the engine gave nothing for {limit_s:g} s", cause="timeout") from None
 
     @contextmanager
     def _blamed(self, member: Member, tries: _Tries, *, transferred: bool = False) -> Iterator[None]:
@@ -182,15 +192,6 @@ def _at_work(member: Member) -> Iterator[None]:
         yield
     finally:
         member.in_flight -= 1
-
-
-@asynccontextmanager
-async def _limited(limit_s: float) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(limit_s):
-            yield
-    except TimeoutError:
-        raise UpstreamError(f"the engine gave nothing for {limit_s:g} s", cause="timeout") from None
 
 
 async def _next_events(response: aiohttp.ClientResponse, relay: EventRelay) -> bytes:

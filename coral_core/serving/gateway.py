@@ -37,6 +37,7 @@ from coral_core.serving.demand_meter import DemandMeter
 from coral_core.serving.dispatch import Answer, Dispatcher
 from coral_core.serving.keys import KeyRing
 from coral_core.serving.metrics import CONTENT_TYPE, GatewayMetrics
+from coral_core.serving.patience import Patience
 from coral_core.serving.refusals import RefusedError, not_ready, unknown_model
 from coral_core.serving.request import CHAT, TEXT, CompletionRequest, parse_request
 from coral_core.serving.table import RoutingTable
@@ -82,6 +83,7 @@ class Gateway:
     meter: DemandMeter
     draining: bool = False
     running: int = 0
+    patience: Patience = field(default_factory=Patience)
     _waiting: dict[str, Waiting] = field(init=False)
     _dispatcher: Dispatcher = field(init=False)
 
@@ -90,7 +92,12 @@ class Gateway:
             name: Waiting(pool, unknown_s=self.terms.retry_after_s) for name, pool in self.table.pools.items()
         }
         self._dispatcher = Dispatcher(
-            table=self.table, session=self.session, metrics=self.metrics, clock=self.clock, terms=self.terms
+            table=self.table,
+            session=self.session,
+            metrics=self.metrics,
+            clock=self.clock,
+            terms=self.terms,
+            patience=self.patience,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -170,7 +177,7 @@ class Gateway:
         try:
             async with (
                 while_connected(receive),
-                asyncio.timeout(terms.request_s),
+                self.patience.limit(terms.request_s),
                 self._dispatcher.answer(request, ticket, exchange.request_id) as found,
             ):
                 await self._pass_on(request, found, ticket, exchange)
@@ -224,7 +231,7 @@ class Gateway:
 
         found.member.on_gone.add(hurry)
         try:
-            async with asyncio.timeout(stall_s) as limit:
+            async with self.patience.limit(stall_s) as limit:
                 await start(send, 200, [*_STREAM, *exchange.headers])
                 await send({"type": "http.response.body", "body": found.first, "more_body": True})
                 sending = False

@@ -88,6 +88,7 @@ async def serve(
         if admin is not None and plan.admin_token is not None:
             app = Admin(gateway=gateway, token=plan.admin_token)
             listeners.append((Listener(app, header_s=terms.header_s, drain_s=1.0), admin))
+        gateway.patience.begin()
         await probe_all(gateway)
         with _signals(stop, listeners[0][0]):
             background = [asyncio.create_task(_every(terms.probe_s, lambda: probe_all(gateway)))]
@@ -106,6 +107,7 @@ async def serve(
                 await task
                 await _left(server)
             await _end([ended, *background])
+        gateway.patience.end()
         if plan.demand_sink is not None:
             await _tell(gateway, plan.demand_sink)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,13 @@ def serving(
 
 
 @contextmanager
-def fetching(keys: FleetKeys, worker: Worker, taker: str = "0.0", terms: Terms = TERMS) -> Iterator[BlockPuller]:
+def fetching(
+    keys: FleetKeys,
+    worker: Worker,
+    taker: str = "0.0",
+    terms: Terms = TERMS,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[BlockPuller]:
     """A consumer's worker."""
     puller = BlockPuller(
         keys=keys,
@@ -106,7 +112,7 @@ def fetching(keys: FleetKeys, worker: Worker, taker: str = "0.0", terms: Terms =
         block_size=worker.block_size,
         shape=SHAPE,
         write=worker.write,
-        clock=time.monotonic,
+        clock=clock,
     )
     try:
         yield puller

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -314,5 +315,29 @@ def test_a_request_has_its_time_and_no_more():
                 events = events_in(await response.read())
             assert events[-1]["error"]["code"] == "timeout"
             await until(lambda: engine.running == 0)
+
+    asyncio.run(go())
+
+
+def test_what_the_gateway_itself_slept_through_is_no_engines_fault(monkeypatch):
+    monkeypatch.setattr("coral_core.serving.patience.LOOK_S", 0.1)
+
+    async def go():
+        async with gateway_case(stall_s=0.5, first_byte_s=0.5, probe_s=60.0) as case:
+            engine, member = case.engines["a"], case.gateway.table.members[0]
+            for turn in (
+                {"pause_s": 0.1, "tokens": 8},
+                {"delay_s": 0.3, "tokens": 8},
+            ):  # in a stream, and before its first byte
+                engine.tell(**turn)
+                running = asyncio.create_task(case.events(chat()))
+                await until(lambda: engine.running == 1)
+                await asyncio.sleep(0.15)
+                time.sleep(1.0)  # noqa: ASYNC251 - gateway, engine and client stand still together
+                assert spoken(await running) == "".join(f"t{n} " for n in range(8))
+            assert member.failures == 0
+            engine.tell(Way.STALLS, after=2)
+            assert (await case.events(chat()))[-1]["error"]["code"] == "engine_failed"
+            assert member.failures == 1
 
     asyncio.run(go())

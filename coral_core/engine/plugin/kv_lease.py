@@ -1,7 +1,8 @@
 """Leases: for how long a producer keeps the KV blocks of a finished request for somebody to fetch.
 
 A lease ends when all who fetch said they are done, or when it was not used for `lease_s`, and never while a chunk is being
-read under it: only then may the engine give its blocks to others. The clock is handed in; safe for threads.
+read under it: only then may the engine give its blocks to others. Safe for threads. Time in which nobody could have asked,
+because the producer stood still, does not count (`ListeningClock`): `tick` is called while it listens.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Final, Literal
+
+from coral_core.clock import ListeningClock
 
 _REMEMBERED: Final = 4096
 
@@ -42,13 +45,18 @@ class LeaseTable:
 
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
         self._lease_s = lease_s
-        self._clock = clock
+        self._clock = ListeningClock(clock)
         self._lock = Lock()
         self._leases: dict[str, Lease] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._leases)
+
+    def tick(self) -> None:
+        """Whoever asks is heard now: time goes on."""
+        with self._lock:
+            self._clock()
 
     def grant(self, lease: str, request_id: str, block_ids: Sequence[int], tokens: int) -> None:
         """Keep the blocks of a request from now on."""

@@ -2,7 +2,8 @@
 
 Bounded: less than `window_bytes` are asked for at any time, and a quarter of that from one address, so that one dead
 producer does not hold up the others. A transfer fails as a whole: when its lease is over, a checksum is wrong, its producer
-is gone, or nothing of it came for `stall_s`. What then becomes of the request is the engine's failure policy.
+is gone, or nothing of it came for `stall_s` in which this end was there to hear it. What then becomes of the request is the
+engine's failure policy.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy.typing as npt
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from coral_core.clock import ListeningClock
 from coral_core.engine.plugin.kv_frames import (
     MAX_HEADER_BYTES,
     Data,
@@ -108,7 +110,7 @@ class BlockPuller:
         clock: Callable[[], float],
     ) -> None:
         self._keys, self._taker, self._terms, self._write = keys, taker, terms, write
-        self._block_size, self._shape, self._clock = block_size, shape, clock
+        self._block_size, self._shape, self._clock = block_size, shape, ListeningClock(clock)
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._results: SimpleQueue[Pulled] = SimpleQueue()
         self._jobs: dict[str, _Job] = {}

@@ -104,6 +104,7 @@ class BlockServer:
             self._context.destroy(linger=0)
 
     def _round(self, poller: zmq.Poller) -> None:
+        self._leases.tick()
         self._reap()
         full = self._sending_bytes >= self._terms.window_bytes
         poller.modify(self._router, 0 if full else zmq.POLLIN)

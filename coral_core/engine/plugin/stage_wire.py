@@ -24,6 +24,7 @@ import msgspec
 import torch
 import zmq
 
+from coral_core.clock import ListeningClock
 from coral_core.engine.plugin.kv_keys import ZAP_ADDRESS, FleetKeys, fleet_keys
 from coral_core.engine.plugin.stage_layout import LayoutError, is_loopback
 
@@ -31,7 +32,7 @@ logger = logging.getLogger("vllm.coral.stage")
 BEAT_S: Final = 0.5
 ENGINE_SILENCE_S: Final = 20.0
 ENGINE_GONE: Final = 3
-"""How a node exits whose engine has not answered for so long."""
+"""How a node exits whose engine has not answered for so long, while the node was there to hear it."""
 START_SILENCE_S: Final = 120.0
 """Of a node that imports and loads: libraries being loaded hold up its other threads."""
 _BEATS: Final = b"~"
@@ -105,7 +106,7 @@ class Wire:
 class Hub:
     """The engine's end. Reads in a thread of its own, so that a silent node is noticed while the engine idles.
 
-    `nodes`: who is expected; nobody else is heard. `events` get (node, message) in the order each node sent them; a node lost gives (node, ("lost", reason)), once.
+    `nodes`: who is expected; nobody else is heard. Of `silence_s` only the time counts in which this end was there to listen. `events` get (node, message) in the order each node sent them; a node lost gives (node, ("lost", reason)), once.
     """
 
     def __init__(
@@ -117,7 +118,9 @@ class Hub:
         nodes: Iterable[str],
         silence_s: float,
         on_lost: Callable[[str, str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._listened_s = ListeningClock(clock)
         self.events: queue.SimpleQueue[tuple[str, Message]] = queue.SimpleQueue()
         self.silence_s, self._on_lost = silence_s, on_lost
         self._expected = frozenset(nodes)
@@ -169,8 +172,9 @@ class Hub:
                 except zmq.Again:
                     break
                 self._take(identity, payload)
-            if time.monotonic() - probed > BEAT_S:
-                probed = time.monotonic()
+            # After what has come was read: else who spoke during a pause would be judged unheard.
+            if self._listened_s() - probed > BEAT_S:
+                probed = self._listened_s()
                 self._probe()
         time.sleep(0.1)  # lets what was sent last leave
         self._router.close()
@@ -179,7 +183,7 @@ class Hub:
         node = identity.removeprefix(_BEATS).decode()
         if node in self._lost or node not in self._expected:
             return
-        self._heard[node] = time.monotonic()
+        self._heard[node] = self._listened_s()
         if identity.startswith(_BEATS):
             self._beating.add(node)
             return
@@ -206,7 +210,7 @@ class Hub:
             self._lose(node, "its connection ended")
 
     def _probe(self) -> None:
-        late = time.monotonic() - self.silence_s
+        late = self._listened_s() - self.silence_s
         for node, heard in list(self._heard.items()):
             if node in self._beating:
                 self._pass(_BEATS + node.encode(), b"")
@@ -242,14 +246,16 @@ class Link:
     @staticmethod
     def _beat(beats: zmq.Socket[bytes]) -> None:
         """Steps that take long do not hold this up: torch and sleeps leave Python to other threads. Ends the process after its engine."""
+        listened_s = ListeningClock(time.monotonic)
         heard = None
         while True:
             beats.send(b"")
             time.sleep(BEAT_S)
+            now = listened_s()
             while beats.poll(0):
                 beats.recv()
-                heard = time.monotonic()
-            if heard is not None and time.monotonic() - heard > ENGINE_SILENCE_S:
+                heard = now
+            if heard is not None and now - heard > ENGINE_SILENCE_S:
                 os._exit(ENGINE_GONE)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from coral_core.clock import Clock
+from coral_core.clock import Clock, ListeningClock
 from coral_core.errors import CoralError, InputError
 from coral_core.serving.control.curve import KeyPair, read_private
 from coral_core.serving.control.messages import (
@@ -97,14 +97,15 @@ def agent_keys(path: Path) -> KeyPair:
 
 class _Agent:
     def __init__(self, hello: Hello, runner: NodeRunner, terms: AgentTerms, clock: Clock, say: Say) -> None:
-        self.hello, self.runner, self.terms, self.clock, self.say = hello, runner, terms, clock, say
+        self.hello, self.runner, self.terms, self.say = hello, runner, terms, say
+        self.listened_s = ListeningClock(clock.monotonic_s)
         self.launch: Launch | None = None
         self.broken = ""  # why the launch could not even be tried
         self.draining = self.leaving = False
         self.stopping: asyncio.Task[None] | None = None
         self.welcome = False
         self.next_hello_s = 0.0
-        self.heard_s = clock.monotonic_s()
+        self.heard_s = self.listened_s()
         self.lost_said = False
         self.refusal = ""
 
@@ -117,7 +118,7 @@ class _Agent:
         give_up_s = float("inf")
         try:
             while True:
-                now_s = self.clock.monotonic_s()
+                now_s = self.listened_s()
                 if ending.asked.is_set() and not self.leaving:
                     self.leaving, give_up_s = True, now_s + self.terms.drain_s
                 if self.leaving and self._may_go(at_once=ending.at_once.is_set() or now_s >= give_up_s):
@@ -186,7 +187,7 @@ class _Agent:
             return
         except OtherVersionError as error:
             message = Refused(reason=str(error))
-        self.heard_s = self.clock.monotonic_s()
+        self.heard_s = self.listened_s()
         if self.lost_said:
             self.lost_said = False
             self.say("found", "the coordinator is there again")

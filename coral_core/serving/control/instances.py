@@ -116,6 +116,7 @@ class Instances:
 
     def bye(self, connection: bytes, now_s: float) -> list[Effect]:
         """An agent has ended."""
+        self._wake(now_s)
         found = self._seat_of.pop(connection, None)
         if found is None:
             return []
@@ -130,6 +131,7 @@ class Instances:
 
     def planned(self, instance_id: str, found: LaunchPlan | str, now_s: float) -> list[Effect]:
         """What an instance shall run, or why that cannot be said."""
+        self._wake(now_s)
         one = self.held.get(instance_id)
         if one is None or one.stage.over or one.plan is not None:
             return []
@@ -179,7 +181,7 @@ class Instances:
         return effects
 
     def _wake(self, now_s: float) -> None:
-        """What this process itself slept through is nobody's silence."""
+        """What this process itself slept through is nobody's silence: called first with every word, and with every tick."""
         if now_s - self._awake_s > self.terms.lost_s / 2:
             for one in self.held.values():
                 one.first_s = now_s

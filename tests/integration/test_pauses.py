@@ -1,0 +1,117 @@
+"""The whole machine stands still: all of its processes at once, for longer than any limit. Then one of them alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from tests.fakes.control_processes import LOST_S, Processes, until
+from tests.fakes.kv_ends import ALL, TERMS, Worker, ended, fetching, keys_of, pull_of, serving, whole
+
+pytestmark = pytest.mark.servers
+KV_TERMS = msgspec.structs.replace(TERMS, stall_s=3.0, lease_s=30.0)
+PAUSE_S = 5.0
+
+
+def stand_still(pids: list[int], pause_s: float) -> None:
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(pause_s if number is signal.SIGSTOP else 0.0)
+
+
+@contextmanager
+def child(target, *arguments) -> Iterator[tuple[int, multiprocessing.connection.Connection]]:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=target, args=(*arguments, theirs), daemon=True)
+    process.start()
+    try:
+        yield process.pid, ours
+    finally:
+        process.kill()
+        process.join()
+
+
+def serve(folder: Path, pipe) -> None:
+    worker = Worker(ALL, 8, computed=True)
+    worker.delay_s = 0.05
+    with serving(keys_of(folder), worker, KV_TERMS) as (server, leases):
+        pipe.send(server.place.address)
+        while not pipe.poll(0.01):
+            if leases.take_ended():
+                pipe.send("ended")
+
+
+def fetch(folder: Path, address: str, pipe) -> None:
+    worker = Worker(ALL, 8, computed=False)
+    with fetching(keys_of(folder), worker, terms=KV_TERMS) as puller:
+        puller.start(pull_of(worker, whole(address)))
+        pipe.send("begun")
+        [result] = ended(puller, within_s=60.0)
+        pipe.send((result.error, worker.holds()))
+        pipe.poll(60.0)
+
+
+def heard(pipe, within_s: float = 60.0):
+    assert pipe.poll(within_s)
+    return pipe.recv()
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["both", "producer alone"])
+def test_a_transfer_outlives_a_pause_of_both_ends_and_not_the_silence_of_one(alone, tmp_path):
+    with child(serve, tmp_path) as (producer, served):
+        address = heard(served)
+        with child(fetch, tmp_path, address) as (consumer, fetched):
+            assert heard(fetched) == "begun"
+            time.sleep(0.5)
+            stand_still([producer] if alone else [producer, consumer], PAUSE_S)
+            error, whole_cache = heard(fetched)
+            assert (error, whole_cache) == (("nothing came for 3 s", False) if alone else ("", True))
+        assert heard(served) == "ended"  # the consumer said that it needs no more
+
+
+def test_a_fetch_goes_on_though_its_clock_jumps_by_a_minute(tmp_path):
+    skipped_s = [0.0]
+    keys, there, here = keys_of(tmp_path), Worker(ALL, 8, computed=True), Worker(ALL, 8, computed=False)
+    there.delay_s = 0.02
+    with (
+        serving(keys, there, KV_TERMS) as (server, _),
+        fetching(keys, here, terms=KV_TERMS, clock=lambda: time.monotonic() + skipped_s[0]) as puller,
+    ):
+        puller.start(pull_of(here, whole(server.place.address)))
+        time.sleep(0.3)
+        skipped_s[0] += 60.0
+        assert ended(puller)[0].error == ""
+        assert here.holds()
+
+
+def test_agents_coordinator_and_gateway_stand_still_together_and_nothing_fails(tmp_path, capsys):
+    with Processes(tmp_path) as processes:
+        processes.start_gateway()
+        processes.start_coordinator()
+        names = [processes.start_agent("one"), *(processes.start_agent("two", node, 2) for node in range(2))]
+        for name in ("one", "two"):
+            until(lambda name=name: processes.row(name).get("ready"), within_s=40, what=f"{name} is ready")
+        processes.admin("PUT", "/instances/one/weight", {"weight": 1.0})
+        roots = [psutil.Process(process.pid) for process in processes.running.values()]
+        everybody = [*roots, *(below for root in roots for below in root.children(recursive=True))]
+        stand_still([one.pid for one in everybody], 12.0)  # agents, too, give up after 10 s
+        time.sleep(LOST_S)
+        assert [processes.stage(name) for name in ("one", "two")] == ["ready", "ready"]
+        assert processes.ask() == 200
+        for name in names:
+            assert "lost" not in processes.events(name)
+
+        os.kill(processes.running["two-1"].pid, signal.SIGSTOP)
+        until(lambda: processes.row("two").get("failed"), within_s=15, what="the silent agent is noticed")
+        assert processes.stage("one") == "ready"
+        os.kill(processes.running["two-1"].pid, signal.SIGCONT)
