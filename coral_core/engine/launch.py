@@ -35,7 +35,8 @@ def launch_plan(
     """How to start one instance of `template` on `places`, which are in the order of `spec_of(template).slots`.
 
     `layouts` are those inside the nodes, stage by stage in the order of the stage's nodes; None where not known.
-    `throughputs` is each place's share of its stage's work, in any unit; without, nodes of one configuration share alike.
+    `throughputs` is each place's share of its stage's work, in one unit (what is left without a node follows from them);
+    without, nodes of one configuration share alike, and stages are equally strong.
     Raises NoSolutionError where no runtime can run the template, InputError for terms or places that do not fit it.
     """
     model = terms.models.get((template.model, template.variant))

@@ -93,7 +93,8 @@ class Stages(Commands):
                     f"the shares of the unlike nodes of stage {number} are not known: {', '.join(stage.nodes)}",
                     where=f"template {self.template.template_id}",
                 )
-        return [1.0] * len(self.places)
+        # Within a stage alike; where no capacities are known, every stage is taken to be as strong as the others.
+        return [1.0 / len(stage.nodes) for stage in self.template.placement.stages for _ in stage.nodes]
 
     def _key_file(self) -> str | None:
         """The fleet's key; without one nodes talk over loopback only."""

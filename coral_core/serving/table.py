@@ -195,8 +195,8 @@ class RoutingTable:
     def report(self, name: str, *, ready: bool, failed: str = "", weight_frac: float = 1.0) -> None:
         """What the instance's agents say of it; `False` holds until they say `True`. `failed`: why it is given up for good.
 
-        `weight_frac`: it is routed by so much of its weight. Raises ServingError if not known, InputError for one that is
-        ready and failed, or a share that is none.
+        `weight_frac`: it is routed by so much of its weight; a change explains its failures so far. Raises ServingError if not
+        known, InputError for one that is ready and failed, or a share that is none.
         """
         if not 0 < weight_frac <= 1:
             raise InputError(f"{weight_frac!r} is no share: above 0, at most 1", where=f"{name}.weight_frac")
@@ -208,6 +208,7 @@ class RoutingTable:
         member.reported, member.failed = ready, failed
         if member.weight_frac != weight_frac:
             member.weight_frac = weight_frac
+            member.failures, member.closed_until_s = 0, 0.0  # what failed did so with the node that is lost
             self._rebuild(self._of[name])
         self._reopen(self._of[name])
         for call in tuple(member.on_gone) if failed else ():

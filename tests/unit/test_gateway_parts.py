@@ -142,6 +142,23 @@ def test_whole_answers_count_as_waiting_until_their_bound_is_over():
     assert waiting.admit(2.0, heard_by_s=4.0)
 
 
+def test_what_failed_with_a_lost_node_does_not_set_the_rest_aside():
+    table = table_of(a=Phase.AGGREGATED, b=Phase.AGGREGATED)
+    a = table.find("a")
+    for _ in range(2):
+        table.failed(a, gone=False, now_s=0.0)
+    assert not a.ready
+    table.report("a", ready=True, weight_frac=0.5)
+    table.probed(a, answers=True, now_s=0.1)
+    assert a.takes_requests
+    table.failed(a, gone=False, now_s=0.2)
+    assert a.takes_requests, "counted anew"
+    table.failed(a, gone=False, now_s=0.3)
+    table.report("a", ready=True, weight_frac=0.5)
+    table.probed(a, answers=True, now_s=0.4)
+    assert not a.ready, "no news, no excuse"
+
+
 def test_an_instance_that_fails_again_and_again_is_set_aside_unless_it_is_the_last():
     table = table_of(a=Phase.AGGREGATED, b=Phase.AGGREGATED)
     a, b = table.members

@@ -47,18 +47,20 @@ def test_the_slowest_stages_shares_add_up_to_the_templates_throughput(method):
     store = open_store(f"memory://shares-{method}")
     manifest = build_library(spec(method), store, InlineExecutor())
     made = open_library(store, method, manifest.version).read(methods=["coral"])
-    unlike = 0
+    unlike = alike = 0
     for row in made.to_pylist():
         one = row_to_template(row)
         shares = node_throughputs(one, spec(method), MODEL)
         if shares is None:
-            assert all(len(set(stage.nodes)) == 1 for stage in one.placement.stages)
+            assert all(len(stage.nodes) == 1 for stage in one.placement.stages)
             continue
-        unlike += 1
+        unlike += any(len(set(stage.nodes)) > 1 for stage in one.placement.stages)
+        alike += all(len(set(stage.nodes)) == 1 for stage in one.placement.stages)
         each = iter(shares)
         sums = [sum(next(each) for _ in stage.nodes) for stage in one.placement.stages]
         assert min(sums) == pytest.approx(one.throughput, rel=1e-9)
     assert unlike > 3
+    assert alike > 3
 
 
 def test_a_node_without_capacity_is_not_given_a_share():
@@ -66,6 +68,8 @@ def test_a_node_without_capacity_is_not_given_a_share():
     tight = replace(MODEL, slo=Slo(ttft_s=1.5, tpot_s=1e-6))
     with pytest.raises(DataGapError, match="no capacity"):
         node_throughputs(one, spec("lattice"), tight)
+    twins = replace(one, placement=template(Phase.DECODE, [(10, ["1xL4", "1xL4"])]).placement)
+    assert node_throughputs(twins, spec("lattice"), tight) is None, "alike nodes can share without"
     with pytest.raises(DataGapError, match="has no 4xL4"):
         node_throughputs(
             replace(one, placement=template(Phase.DECODE, [(10, ["1xL4", "4xL4"])]).placement), spec("lattice"), MODEL

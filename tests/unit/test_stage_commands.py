@@ -11,7 +11,7 @@ from coral_core.domain.launch import Device, ModelTerms, Runtime
 from coral_core.domain.models import SlidingWindow
 from coral_core.domain.workload import Phase
 from coral_core.engine.plugin.kv_plan import terms as connector_terms
-from coral_core.engine.plugin.stage_layout import layout_of
+from coral_core.engine.plugin.stage_layout import Bindings, layout_of
 from coral_core.errors import DataGapError, NoSolutionError
 from coral_core.perf.search import Layout
 from tests.fakes.launch_cases import ONE, places, plan_of, shape, template, terms
@@ -104,7 +104,11 @@ def test_nodes_of_one_configuration_share_alike_and_unlike_ones_must_be_told():
     alike = {"template": template(Phase.AGGREGATED, [(6, ["a", "a"]), (2, ["c"])]), "places": places(["a", "a", "c"])}
     plan = wide(layouts=[[ONE, ONE], [ONE]], throughputs=None, **alike)
     layout = layout_of(json.loads(value(plan.nodes[0], "--additional-config")))
-    assert [node.throughput for node in layout.nodes] == [1.0, 1.0, 1.0]
+    assert [node.throughput for node in layout.nodes] == [0.5, 0.5, 1.0]
+    bindings = Bindings(layout)
+    assert bindings.weight_frac == 1.0
+    bindings.lose(layout.nodes[1].name, "it is gone")
+    assert bindings.weight_frac == 0.5, "the other stage cannot make up for it"
     with pytest.raises(DataGapError, match="stage 0 are not known: a, b"):
         wide(throughputs=None)
 
