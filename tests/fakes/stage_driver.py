@@ -27,6 +27,7 @@ from vllm.config import KVTransferConfig
 from coral_core.engine.plugin import stage_wire
 from coral_core.engine.plugin.stage_rank import end_with_parent
 from coral_core.engine.plugin.stage_wire import Hub, Inbox, Link, Outbox, Wire, keys_for, wait_for
+from tests.fakes import stage_pause
 from tests.fakes.stage_engine import (
     LAYOUTS,
     REQUESTS,
@@ -38,6 +39,9 @@ from tests.fakes.stage_engine import (
     prompt_of,
 )
 from tests.fakes.stage_internals import INTERNALS, digest
+
+LIMIT_S = 420
+"""A scenario takes a minute at most; the rest is for a machine that is busy, or stands still for a while."""
 
 
 def plain(model: str, port: int) -> dict[str, Any]:
@@ -356,6 +360,7 @@ def internals(model: str, port: int) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     "plain": plain,
     **{name: layout(name) for name in LAYOUTS},
+    **stage_pause.SCENARIOS,
     "kills": kills,
     "pace": pace,
     "chain": chain,
@@ -380,6 +385,9 @@ def free_port() -> int:
 
 
 def main() -> None:
+    end_with_parent()
+    if os.getppid() == 1:  # it ended while this one imported
+        return
     model, *names = sys.argv[1:]
     results = os.fdopen(os.dup(1), "w")  # vLLM logs to the standard output
     os.dup2(2, 1)
@@ -391,7 +399,7 @@ def main() -> None:
         end_with_parent()
         began = time.monotonic()
         try:
-            signal.alarm(240)
+            signal.alarm(LIMIT_S)
             which, _, seed = name.partition(":")
             result = SCENARIOS[which](model, free_port(), *([int(seed)] if seed else []))
         except BaseException:  # noqa: BLE001 - the parent goes on with the next scenario

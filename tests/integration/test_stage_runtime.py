@@ -13,17 +13,41 @@ import pytest
 
 from tests.fakes.stage_internals import ENVIRONMENT, INTERNALS
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+# Ten minutes on two cores, and time to stand still.
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1150)]
 
 LAYOUTS = ("1x2", "2-1", "2-3", "1-2-1", "uneven")
-SCENARIOS = ("internals", "stranger", "refusals", "plain", *LAYOUTS, "prefill-decode", "kills:1", "pace")
+SCENARIOS = (
+    "internals",
+    "stranger",
+    "refusals",
+    "plain",
+    *LAYOUTS,
+    "prefill-decode",
+    "kills:1",
+    "silence",
+    "pause",
+    "pace",
+)
 
 Result = dict[str, Any]
 
 
-def drive(
-    engine_python: Path, tiny_model: Path, folder: Path, scenarios: tuple[str, ...], limit_s: float
-) -> dict[str, Result]:
+class Results(dict[str, Result]):
+    """By scenario; who asks for one that failed or never came fails, and nobody else."""
+
+    log = ""
+
+    def __missing__(self, name: str) -> Result:
+        raise AssertionError(f"no result of {name}: it was ended, or died\n{self.log}")
+
+    def __getitem__(self, name: str) -> Result:
+        result = super().__getitem__(name)
+        assert "failed" not in result, f"{name}: {result['failed']}\n{self.log}"
+        return result
+
+
+def drive(engine_python: Path, tiny_model: Path, folder: Path, scenarios: tuple[str, ...], limit_s: float) -> Results:
     """The scenarios' results by name; where the driver was ended or died, those that it had."""
     root = Path(__file__).parents[2]
     command = [engine_python, root / "tests/fakes/stage_driver.py", tiny_model, *scenarios]
@@ -42,17 +66,14 @@ def drive(
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
             out, _ = process.communicate()
-    results = {result.pop("scenario"): result for result in map(json.loads, out.splitlines())}
-    for name, result in results.items():
-        assert "failed" not in result, f"{name}: {result['failed']}\n{log.read_text()[-4000:]}"
-    missing = set(scenarios) - results.keys()
-    assert not missing, f"no result of {sorted(missing)}\n{log.read_text()[-4000:]}"
+    results = Results((result.pop("scenario"), result) for result in map(json.loads, out.splitlines()))
+    results.log = log.read_text()[-4000:]
     return results
 
 
 @pytest.fixture(scope="module")
-def results(engine_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    return drive(engine_python, tiny_model, tmp_path_factory.mktemp("stages"), SCENARIOS, limit_s=840.0)
+def results(engine_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return drive(engine_python, tiny_model, tmp_path_factory.mktemp("stages"), SCENARIOS, limit_s=1100.0)
 
 
 def wrong(tokens: dict[str, list[int]], oracle: dict[str, list[int]], partial: set[str] = frozenset()) -> list[str]:
@@ -154,6 +175,24 @@ def test_only_members_of_the_fleet_reach_an_engine(results):
 
 def test_a_node_whose_engine_is_gone_ends_itself(results):
     assert results["stranger"]["orphan_exit"] == 3
+
+
+def test_a_pause_of_the_hubs_clock_loses_nobody_and_a_silent_node_is_lost_in_time(results):
+    found = results["silence"]
+    assert found["after_jump"] == {}
+    assert found["lost"] == {"still": "not heard of for 5 s"}
+    assert 4.0 < found["noticed_s"] < 15.0
+    assert found["woken_exit"] == 3  # the engine had gone on without it
+
+
+def test_engine_and_nodes_that_stand_still_together_lose_nothing_and_one_alone_is_lost(results):
+    found = results["pause"]
+    assert found["stood_still_s"] > 9.0  # else this shows nothing
+    assert found["lost"] == {}
+    assert not wrong(found["tokens"], results["plain"]["tokens"])
+    assert {name for name, (end, _) in found["ends"].items() if end != "error"} == {f"r{n}" for n in range(32)}
+    assert found["left_behind"] == {}
+    assert found["noticed_s"] < 15.0
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from coral_core.clock import ListeningClock
 from coral_core.engine.plugin.kv_scheduler import StepMetadata
 from coral_core.engine.plugin.stage_kv import TransferCount, for_node, joined
 from coral_core.engine.plugin.stage_layout import Bindings, BlockPools, Layout, Path, StageLostError
@@ -76,11 +77,11 @@ class Pipeline:
 
     def gather(self, names: Sequence[str], what: str, timeout_s: float | None = None, word: str = "reply") -> list[Any]:
         """The nodes' answers, in their order, without those of nodes lost meanwhile. StageLostError, TimeoutError."""
-        until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        waited_s = ListeningClock(time.monotonic)
         answers: dict[str, Any] = {}
         missing = set(names)
         while missing:
-            if time.monotonic() > until:
+            if timeout_s is not None and waited_s() > timeout_s:
                 raise TimeoutError(f"no answer to {what} from {', '.join(sorted(missing))} in {timeout_s:.0f} s")
             if self.check is not None:
                 self.check()
@@ -160,13 +161,14 @@ class Pipeline:
                 return self._hub.events.get(timeout=_IDLE_WAIT_S)
             except queue.Empty:
                 return None
-        try:
-            return self._hub.events.get(timeout=self._step_timeout_s)
-        except queue.Empty:
-            waiting = sorted({node for _, request_id in self._flying for node in self.bindings.paths[request_id]})
-            raise TimeoutError(
-                f"nothing came back in {self._step_timeout_s:.0f} s from nodes {', '.join(waiting)}"
-            ) from None
+        waited_s = ListeningClock(time.monotonic)
+        while waited_s() < self._step_timeout_s:
+            try:
+                return self._hub.events.get(timeout=min(_CHECK_S, self._step_timeout_s))
+            except queue.Empty:
+                continue
+        waiting = sorted({node for _, request_id in self._flying for node in self.bindings.paths[request_id]})
+        raise TimeoutError(f"nothing came back in {self._step_timeout_s:.0f} s from nodes {', '.join(waiting)}")
 
     def _now(self) -> tuple[str, Message] | None:
         try:
