@@ -37,14 +37,14 @@ def who_am_i(spec: AgentSpec, *, patience_s: float = _PATIENCE_S) -> Whoami:
     found: Mapping[str, str]
     if spec.node is not None:
         node_id, region, host, found = spec.node.node_id, spec.node.region, spec.node.host, spec.node.tags
-        where = "node.tags"
+        where, fix = "node.tags", "the agent's file names all of them (docs/control-plane.md)"
     else:
         assert spec.metadata is not None
         node_id, region, host, found = _from_metadata(spec.metadata, patience_s)
-        where = "instance tags"
+        where, fix = "instance tags", "nodes are tagged at their launch; allow tags in their metadata"
     tags = parse_tags(found)
     if isinstance(tags, str):
-        raise InputError(tags, where=where, fix="nodes are tagged at their launch; allow tags in their metadata")
+        raise InputError(tags, where=where, fix=fix)
     return Whoami(node_id=node_id, region=region, host=host, tags=tags)
 
 

@@ -44,6 +44,8 @@ def run(
         settings = settings.model_copy(update={"engine_python": spec.engine_python})
     interpreter = settings.engine_interpreter()
     if check:
+        if spec.node is not None:
+            who_am_i(spec)
         facts = {"coordinator": spec.coordinator, "engine_python": str(interpreter), "folder": str(spec.folder)}
         if as_json:
             print_json(facts)

@@ -91,7 +91,7 @@ def parse_tags(found: Mapping[str, str]) -> NodeTags | str:
     """What tags say of a node, or what is wrong with them; whose node it is they do not prove."""
     missing = [f"coral:{name}" for name in _FIELDS if not found.get(f"coral:{name}")]
     if missing:
-        return f"lacks the tag {missing[0]}"
+        return f"lacks the tag{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
     text = {name: found[f"coral:{name}"] for name in _FIELDS}
     numbers = {name: int(text[name]) for name in ("stage", "node", "nodes", "epoch") if _is_count(text[name])}
     if len(numbers) < 4 or text["phase"] not in set(Phase):

@@ -106,7 +106,8 @@ def test_a_node_that_nobody_knows_is_told(monkeypatch):
     node = {"node_id": "n", "tags": TAGS}
     assert who_am_i(agent_spec(node=node)).tags.template_id == "a"
     for change, complaint in (
-        ({"coral:nodes": ""}, "lacks the tag coral:nodes"),
+        ({"coral:nodes": ""}, "lacks the tag coral:nodes .the agent's file"),
+        ({"coral:nodes": "", "coral:model": ""}, "lacks the tags coral:model, coral:nodes"),
         ({"coral:phase": "x"}, "no phase"),
         ({"coral:node": "2"}, "node 2 of 2"),
     ):
