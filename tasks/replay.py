@@ -57,9 +57,10 @@ from coral_core.sim import (
     sim_model,
     simulate,
 )
+from coral_core.sim.profiled import ProfiledTiming, profiled_timings
 from coral_core.sim.timeline import Key, Timeline, timeline
 from tasks.interruptions import interruptions
-from tasks.library import build_spec_from_scenario, capacity_tables
+from tasks.library import BuildSpec, build_spec_from_scenario, capacity_tables
 from tasks.plan import templates_by_id
 from tasks.template_source import (
     TemplateSource,
@@ -95,6 +96,9 @@ __all__ = [
 
 ANY_REGION: Final = frozenset({"coral_paper"})
 """Policies whose prefill and decode may lie in different regions; their KV then crosses at no extra delay."""
+
+
+Timings = Mapping[tuple[Phase, str, int], ProfiledTiming]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,9 +209,19 @@ def why_not_simulated(resolved: ResolvedScenario) -> str:
     """The reason why a scenario's plans cannot be simulated; empty where they can."""
     if resolved.scenario.capacity.layer_times is not None:
         return "capacities are measured layer times by batch, which say nothing of the simulator's iterations"
-    if resolved.scenario.capacity.profiles is not None:
-        return "capacities come from measured profiles, while the simulator's times are estimates"
+    if resolved.scenario.capacity.profiles is None:
+        return ""
+    try:
+        _measured(resolved, build_spec_from_scenario(resolved))
+    except DataGapError as error:
+        return f"of a profile that capacities come from, the simulator needs steps of both phases: {error}"
     return ""
+
+
+def _measured(resolved: ResolvedScenario, spec: BuildSpec) -> dict[tuple[str, str], Timings]:
+    """Timings from the profiles by (model, variant). Raises DataGapError for a profile that lacks one of both phases."""
+    phases = {model.shape.name: model.phases for model in resolved.models}
+    return {key: profiled_timings(profiles, phases[key[0]]) for key, profiles in spec.profiles.items()}
 
 
 def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans, *, tables: Sequence[CapacityTable] | None = None) -> Fleet:
@@ -224,7 +238,7 @@ def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans, *, tables: Sequence
         (table.model, table.variant, table.phase): table
         for table in (capacity_tables(spec) if tables is None else tables)
     }
-    factors = load_factors()
+    factors, measured = load_factors(), _measured(resolved, spec)
     served = {
         (model.shape.name, variant): Served(
             shape=model.shape,
@@ -232,6 +246,7 @@ def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans, *, tables: Sequence
             lengths=model.demand.lengths,
             assumptions=assumptions[model.shape.name],
             factors=factors,
+            measured=measured.get((model.shape.name, variant), {}),
         )
         for model in resolved.models
         for variant in model.variants

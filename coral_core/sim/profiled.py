@@ -13,6 +13,7 @@ relative to layer and fixed part together. Times beyond the grid go on with its 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from coral_core.domain.workload import Phase
 from coral_core.errors import DataGapError
+from coral_core.perf.measured import profiled_tps
 from coral_core.perf.profile import Profile, ProfilePoint
 from coral_core.sim.inputs import NodeTiming
 
@@ -30,11 +32,16 @@ _ROUNDS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledTiming:
-    """Timing of one layer and of what a step takes besides; relative errors of the layer's at the profile's points."""
+    """Timing of one layer and of what a step takes besides; relative errors of the layer's at the profile's points.
+
+    The largest steps measured: `most_requests` that decode, `most_prompt_tokens`.
+    """
 
     layer: NodeTiming
     fixed: NodeTiming
     error_frac: tuple[float, ...]
+    most_requests: float
+    most_prompt_tokens: float
 
     def node(self, layers: int, *, first: bool = True) -> NodeTiming:
         """Timing of a node with so many layers; what a step takes besides is paid once, by the first stage's nodes."""
@@ -62,7 +69,29 @@ def profiled_timing(profile: Profile, tp: int) -> ProfiledTiming:
     whole_s = layer_s + fixed_s
     fixed = nonnegative_least_squares(matrix / whole_s[:, None], fixed_s / whole_s)
     errors = matrix @ layer / layer_s - 1.0
-    return ProfiledTiming(layer=_timing(grid, layer), fixed=_timing(grid, fixed), error_frac=tuple(errors.tolist()))
+    return ProfiledTiming(
+        layer=_timing(grid, layer),
+        fixed=_timing(grid, fixed),
+        error_frac=tuple(errors.tolist()),
+        most_requests=max(point.requests for point in points if point.phase is Phase.DECODE),
+        most_prompt_tokens=max(_tokens(point) for point in points if point.phase is Phase.PREFILL),
+    )
+
+
+def profiled_timings(
+    profiles: Mapping[str, Profile], phases: Collection[Phase]
+) -> dict[tuple[Phase, str, int], ProfiledTiming]:
+    """By (phase, node configuration, TP), where capacities come from profiles (`perf.measured`).
+
+    DataGapError for a profile that has no times of the other phase: a node that decodes computes prompts too, those of
+    preempted requests; and a step of both takes what both take.
+    """
+    found: dict[tuple[Phase, str, int], ProfiledTiming] = {}
+    for config, profile in profiles.items():
+        of_phase = {phase: profiled_tps(profile, phase) for phase in phases}
+        fitted = {tp: profiled_timing(profile, tp) for tp in sorted({tp for tps in of_phase.values() for tp in tps})}
+        found |= {(phase, config, tp): fitted[tp] for phase, tps in of_phase.items() for tp in tps}
+    return found
 
 
 def _timing(grid: Floats, found: Floats) -> NodeTiming:

@@ -8,14 +8,15 @@ mean lengths take the planner's time (to the tables' interpolation); other batch
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from coral_core.domain import model_math
 from coral_core.domain.hardware import NodeConfig
 from coral_core.domain.models import ModelShape
-from coral_core.domain.workload import Lengths
+from coral_core.domain.workload import Lengths, Phase
 from coral_core.perf import memory
 from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.factors import Factors
@@ -23,6 +24,7 @@ from coral_core.perf.network import activation_bytes_per_token
 from coral_core.perf.roofline import LayerTime, Step, attended_tokens_per_prompt_token, layer_time, mean_context_tokens
 from coral_core.perf.search import Layout
 from coral_core.sim.inputs import NodeTiming, SimModel
+from coral_core.sim.profiled import ProfiledTiming
 
 GRID = np.concatenate([[0.0], np.unique(np.rint(np.geomspace(1, 32768, 96)))])
 """Batch sizes in tokens at which layer times are tabulated: steps of at most 12%."""
@@ -30,13 +32,17 @@ GRID = np.concatenate([[0.0], np.unique(np.rint(np.geomspace(1, 32768, 96)))])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A model as it is served and asked for, and what estimates assume."""
+    """A model as it is served and asked for, and what estimates assume.
+
+    `measured`: timings by phase, node configuration and TP that come before estimates: those that capacities rest on.
+    """
 
     shape: ModelShape
     variant: str
     lengths: Lengths
     assumptions: CapacityAssumptions
     factors: Factors
+    measured: Mapping[tuple[Phase, str, int], ProfiledTiming] = field(default_factory=dict)
 
     @property
     def kept_tokens(self) -> float:
@@ -98,7 +104,6 @@ def node_timing(served: Served, config: NodeConfig, layers: int, layout: Layout)
     # Whatever kernel is neither attention nor LM head depends on the tokens of the batch alone.
     token_s = held * (batch.total_s - batch.attention_s - batch.lm_head_s - batch.overhead_s)
     row_s = held * batch.lm_head_s
-    link_s = activation_bytes_per_token(served.shape, served.assumptions) / config.gpu.link_bytes_per_s
     return NodeTiming(
         grid=tuple(GRID.tolist()),
         token_s=(float(token_s[0]), *token_s.tolist()),
@@ -108,8 +113,24 @@ def node_timing(served: Served, config: NodeConfig, layers: int, layout: Layout)
         pair_s=held * float(prompt.attention_s[0]) / served.pairs_per_prompt_token,
         depth=layout.pp,
         inner_hop_s=served.assumptions.inner_hop_latency_s,
-        inner_hop_token_s=link_s,
+        inner_hop_token_s=_link_token_s(served, config),
     )
+
+
+def measured_timing(
+    served: Served, config: NodeConfig, layers: int, layout: Layout, *, profile: ProfiledTiming, first: bool
+) -> NodeTiming:
+    """As `node_timing`, from a measured profile; `first`: a node of the first stage, which pays what a step takes besides."""
+    return replace(
+        profile.node(-(-layers // layout.pp), first=first),
+        depth=layout.pp,
+        inner_hop_s=served.assumptions.inner_hop_latency_s,
+        inner_hop_token_s=_link_token_s(served, config),
+    )
+
+
+def _link_token_s(served: Served, config: NodeConfig) -> float:
+    return activation_bytes_per_token(served.shape, served.assumptions) / config.gpu.link_bytes_per_s
 
 
 def kv_blocks(
