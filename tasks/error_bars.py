@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
+from coral_core.allocation.cost_comparison import CostPart, compare_costs
 from coral_core.config.scenario import ProfilesSpec
-from coral_core.domain.templates import CapacitySource
+from coral_core.domain.allocation import AllocationResult
+from coral_core.domain.templates import CapacitySource, ServingTemplate
+
+SERVED_ALIKE_FRAC: Final = 1e-6
+"""Shares of a demand that two plans leave unserved and that differ by less are the same."""
 
 _UNKNOWN_SHOWN: Final = 0.005
 """A smaller share of unknown error is not worth a reader's time."""
@@ -70,3 +76,51 @@ def unprofiled_notes(instances: Sequence[Mapping[str, Any]], profiles: ProfilesS
     return [
         f"estimated, since {profiles.engine} has no profile for all of their nodes: instances of {', '.join(sorted(estimated))}"
     ]
+
+
+def cost_parts(
+    result: AllocationResult,
+    templates: Mapping[str, ServingTemplate],
+    prices: Mapping[tuple[str, str], float],
+    *,
+    careful: bool,
+    epochs: int = 1,
+) -> list[CostPart]:
+    """What a plan spends on what, in one of so many epochs; `prices` in USD/h by (template, region).
+
+    Start-ups and preferences are spread over the parts by their share. A template that is not the library's has no known error.
+    `careful`: estimates are at the slow end of their bars already, so that their costs stand.
+    """
+    parts: list[CostPart] = []
+    for item in result.instances:
+        template = templates.get(item.template)
+        if template is None:
+            return [
+                CostPart(what=(result.method,), cost_usd_per_h=result.objective_usd_per_h / epochs, error_frac=None)
+            ]
+        stands = careful and template.source is CapacitySource.ESTIMATED
+        parts.append(
+            CostPart(
+                what=(template.model, template.variant, template.phase.value, *template.placement.combination),
+                cost_usd_per_h=item.count * prices[item.template, item.region],
+                error_frac=0.0 if stands else template.error_frac,
+            )
+        )
+    total = sum(part.cost_usd_per_h for part in parts) * epochs
+    scale = result.objective_usd_per_h / total if total > 0 else 0.0
+    return [
+        CostPart(what=part.what, cost_usd_per_h=scale * part.cost_usd_per_h, error_frac=part.error_frac)
+        for part in parts
+    ]
+
+
+def serves_alike(one: AllocationResult, other: AllocationResult) -> bool:
+    """Whether two answers to one problem leave the same shares of its demands unmet."""
+    rows = zip(one.shortfall, other.shortfall, strict=True)
+    return one.floor_deficit == other.floor_deficit and all(abs(a.frac - b.frac) <= SERVED_ALIKE_FRAC for a, b in rows)
+
+
+def cost_comparison(ours: Sequence[CostPart], theirs: Sequence[CostPart], *, same_demand: bool) -> dict[str, Any]:
+    """Their cost over ours, between which it lies within the error bars, and what that says: `cost_ratio`, `cost_verdict`, ..."""
+    found = asdict(compare_costs(ours, theirs, same_demand=same_demand))
+    return {**found, "cost_verdict": str(found["cost_verdict"])}

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from coral_core import __version__
+from coral_core.allocation.cost_comparison import CostPart
 from coral_core.allocation.policies import Policy
 from coral_core.config.headroom import headroom_note, headroom_rows
 from coral_core.config.resolve import ResolvedScenario
@@ -22,6 +23,7 @@ from coral_core.errors import CoralError
 from coral_core.report.intervals import CONFIDENCE_FRAC, interval
 from coral_core.report.published import PUBLISHED, SOURCE
 from coral_core.sim import Latencies, ModelMetrics, Routing
+from tasks.error_bars import cost_comparison, cost_parts, serves_alike
 from tasks.evaluation_facts import evaluation_facts, latency_rows
 from tasks.replay import (
     PolicyPlans,
@@ -83,6 +85,7 @@ def evaluate(
     reason = why_not_simulated(resolved)
     tables: dict[str, list[Row]] = {"epochs": [], "costs": [], "instances": [], "service": [], "latencies": []}
     summaries: dict[str, Row] = {}
+    planned: dict[str, PolicyPlans] = {}
     failures: dict[str, CoralError] = {}
     for name, policy in policies.items():
         try:
@@ -104,6 +107,7 @@ def evaluate(
         tables["service"] += [row for run in runs for row in _service_rows(run)]
         tables["latencies"] += [row for run in runs[:1] for row in latency_rows(run)]
         summaries[name] = _summary(plans, runs, reason)
+        planned[name] = plans
     if not summaries and failures:
         raise next(iter(failures.values()))
     headroom = headroom_rows(resolved, utilization)
@@ -124,7 +128,14 @@ def evaluate(
         "policies": summaries,
         "failed": {name: str(error) for name, error in failures.items()},
         "ratios": {
-            subject: {name: _ratio(resolved, summaries, subject, name) for name in summaries if name != subject}
+            subject: {
+                name: {
+                    **_cost_comparison(resolved, planned[subject], planned[name]),
+                    **_ratio(resolved, summaries, subject, name),
+                }
+                for name in summaries
+                if name != subject
+            }
             for subject in SUBJECTS
             if subject in summaries
         },
@@ -301,6 +312,22 @@ def _ratio(resolved: ResolvedScenario, summaries: Mapping[str, Row], subject: st
             "section": published.section,
         },
     }
+
+
+def _cost_comparison(resolved: ResolvedScenario, ours: PolicyPlans, theirs: PolicyPlans) -> Row:
+    """The costs of two policies' plans, means over epochs, within the error bars of what they rest on."""
+    careful = resolved.scenario.capacity.pessimistic
+
+    def parts(plans: PolicyPlans) -> list[CostPart]:
+        prices, count = template_prices(resolved, plans), len(plans.epochs)
+        return [
+            part
+            for epoch in plans.epochs
+            for part in cost_parts(epoch.result, plans.templates, prices, careful=careful, epochs=count)
+        ]
+
+    alike = all(serves_alike(a.result, b.result) for a, b in zip(ours.epochs, theirs.epochs, strict=True))
+    return cost_comparison(parts(ours), parts(theirs), same_demand=alike)
 
 
 def _quotient(a: float, b: float) -> float | None:

@@ -44,6 +44,7 @@ from tasks.library import build_spec_from_scenario, capacity_inputs
 from tasks.plan_documents import (
     PLAN_SCHEMA_VERSION,
     chosen_templates,
+    comparisons_document,
     explanation_document,
     input_record,
     manifest_sha256,
@@ -120,6 +121,9 @@ def make_plan(
         "statistics": dict(result.statistics),
         "baselines": {name: allocation_result_to_json(baseline) for name, baseline in baselines.items()},
         "baselines_left_out": left_out,
+        "comparisons": comparisons_document(
+            problem, result, baselines, templates, careful=resolved.scenario.capacity.pessimistic
+        ),
         "explanation": explanation_document(explain_allocation(problem, result)),
         "runtimes": beside,
         **(inputs or {}),

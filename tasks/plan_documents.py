@@ -13,6 +13,7 @@ import numpy as np
 from artifacts.canonical import canonical_json, sha256_hex
 from artifacts.library import LibrarySnapshot
 from coral_core import __version__
+from coral_core.allocation.cost_comparison import CostPart
 from coral_core.allocation.explain import AllocationExplanation
 from coral_core.allocation.limits import Limit
 from coral_core.config.allocation_file import allocation_result_to_json
@@ -24,7 +25,14 @@ from coral_core.domain.model_math import weight_bytes
 from coral_core.domain.templates import CapacitySource, ServingTemplate
 from coral_core.domain.workload import Phase
 from coral_core.units import GB
-from tasks.error_bars import error_bar_notes, unprofiled_notes, with_error_bars
+from tasks.error_bars import (
+    cost_comparison,
+    cost_parts,
+    error_bar_notes,
+    serves_alike,
+    unprofiled_notes,
+    with_error_bars,
+)
 
 PLAN_SCHEMA_VERSION: Final = 2
 """1 knew neither markets nor exclusions and preferences; plans of it are still read."""
@@ -69,6 +77,29 @@ def plan_document(
         + _pipelines(result, templates)
         + error_bar_notes(coverage)
         + unprofiled_notes(rows, resolved.scenario.capacity.profiles),
+    }
+
+
+def comparisons_document(
+    problem: AllocationProblem,
+    result: AllocationResult,
+    baselines: Mapping[str, AllocationResult],
+    templates: Mapping[str, ServingTemplate],
+    *,
+    careful: bool,
+) -> dict[str, dict[str, Any]]:
+    """Each baseline's cost beside the plan's, and whether the error bars of their capacities leave a winner."""
+
+    def parts(answer: AllocationResult) -> list[CostPart]:
+        prices = {
+            (item.template, item.region): _price_usd_per_h(item, templates[item.template], problem)
+            for item in answer.instances
+        }
+        return cost_parts(answer, templates, prices, careful=careful)
+
+    return {
+        name: cost_comparison(parts(result), parts(answer), same_demand=serves_alike(result, answer))
+        for name, answer in baselines.items()
     }
 
 
@@ -142,8 +173,7 @@ def _instance(
 ) -> dict[str, Any]:
     nodes = template.placement.combination
     market = split_market(item.template)[1]
-    prices = problem.price_usd_per_h[problem.regions.index(item.region)]
-    each = sum(float(prices[problem.configs.index(market_name(name, market))]) * n for name, n in nodes.items())
+    each = _price_usd_per_h(item, template, problem)
     return {
         "template": item.template,
         "model": template.model,
@@ -169,6 +199,14 @@ def _instance(
         "source": template.source.value,
         "error_frac": template.error_frac,
     }
+
+
+def _price_usd_per_h(item: InstanceCount, template: ServingTemplate, problem: AllocationProblem) -> float:
+    """Of one instance, where it runs and on the market that it is of."""
+    market = split_market(item.template)[1]
+    prices = problem.price_usd_per_h[problem.regions.index(item.region)]
+    nodes = template.placement.combination.items()
+    return sum(float(prices[problem.configs.index(market_name(name, market))]) * count for name, count in nodes)
 
 
 def _interruptions_per_h(

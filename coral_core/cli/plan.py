@@ -88,7 +88,8 @@ def plan(
         where = record.urls[PLAN]
     write_report(report, outcome.report_html)
     if as_json:
-        print_json({**outcome.plan, "baselines": outcome.decision["baselines"], "url": where})
+        beside = {name: outcome.decision[name] for name in ("baselines", "comparisons")}
+        print_json({**outcome.plan, **beside, "url": where})
     else:
         show_plan(outcome.plan, outcome.decision)
         print_text(f"written to {where}" if where else "dry run: nothing was written")

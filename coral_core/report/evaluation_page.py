@@ -84,6 +84,8 @@ _GOODPUT: Final = "Goodput counts the generated tokens of requests that met both
 _PIPELINES: Final = (
     "Each box is a stage of a pipeline: how many of the model's layers it holds, and the nodes that share its work."
 )
+_OPEN: Final = ("within error", "error not known")
+"""Verdicts that leave open which plan is cheaper."""
 _MIXED: Final = "An instance is mixed where one pipeline runs on nodes of more than one configuration."
 _SENSITIVITY: Final = "The newest stored sweep of this scenario: how large a library needs to be."
 _INPUTS: Final = "With the same inputs the plans and simulated figures come out the same."
@@ -137,6 +139,8 @@ def _tiles(document: Document, subject: str) -> list[Tile]:
         short = document["policies"][name]["shortfall_frac"]
         remarks = [f"leaves up to {short:.1%} of a model's demand unserved"] if short else []
         remarks += [] if published is None else [f"published: {published:.3g}"]
+        verdict = ratio.get("cost_verdict")
+        remarks += [verdict] if verdict in _OPEN else []
         tiles.append(
             Tile(
                 label=f"{name}: cost over that of {subject}",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coral_core.report.figures import figure, usd
-from coral_core.report.plan_report import PlanTable
+from coral_core.report.plan_report import PlanTable, ratio_bar_text
 
 
 def evaluation_tables(document: Mapping[str, Any]) -> list[PlanTable]:
@@ -111,6 +111,8 @@ def ratios_table(document: Mapping[str, Any], subject: str) -> PlanTable:
                 name,
                 percent(document["policies"][name]["shortfall_frac"]),
                 ratio["cost_ratio"],
+                ratio_bar_text(ratio),
+                ratio.get("cost_verdict"),
                 published.get("cost_ratio"),
                 ratio["goodput_ratio"],
                 interval_text(ratio["intervals"]["goodput_ratio"]),
@@ -125,8 +127,8 @@ def ratios_table(document: Mapping[str, Any], subject: str) -> PlanTable:
             "its goodput over theirs (simulated)"
         ),
         columns=(
-            *("policy", "planned shortfall", "cost ratio", "published cost ratio", "goodput ratio", "95% interval"),
-            *("published goodput ratio", "goodput per USD ratio"),
+            *("policy", "planned shortfall", "cost ratio", "error bars", "cost verdict", "published cost ratio"),
+            *("goodput ratio", "95% interval", "published goodput ratio", "goodput per USD ratio"),
         ),
         rows=rows,
     )

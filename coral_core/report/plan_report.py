@@ -133,18 +133,26 @@ def change_text(running: int, planned: int) -> str:
 
 
 def baselines_table(plan: Mapping[str, Any], decision: Mapping[str, Any]) -> PlanTable:
-    """The plan's cost beside the baselines'."""
+    """The plan's cost beside the baselines', and whether the error bars of the capacities leave a winner."""
     own = plan["objective_usd_per_h"]
-    rows: list[tuple[object, ...]] = [("coral", usd(own), "1.000" if own else None, unmet_text(plan))]
+    comparisons = decision.get("comparisons", {})  # absent in plans that were recorded before there were any
+    rows: list[tuple[object, ...]] = [("coral", usd(own), "1.000" if own else None, None, None, unmet_text(plan))]
     for name, result in sorted(decision["baselines"].items(), key=lambda item: item[1]["objective_usd_per_h"]):
-        cost = result["objective_usd_per_h"]
-        rows.append((name, usd(cost), f"{cost / own:.3f}" if own else None, unmet_text(result)))
-    rows += [(name, None, None, reason) for name, reason in decision.get("baselines_left_out", {}).items()]
+        cost, beside = result["objective_usd_per_h"], comparisons.get(name, {})
+        ratio = f"{cost / own:.3f}" if own else None
+        rows.append((name, usd(cost), ratio, ratio_bar_text(beside), beside.get("cost_verdict"), unmet_text(result)))
+    rows += [(name, None, None, None, None, reason) for name, reason in decision.get("baselines_left_out", {}).items()]
     return PlanTable(
         title="Cost beside the baselines",
-        columns=("policy", "USD/h with start-up", "ratio to coral", "demand not met"),
+        columns=("policy", "USD/h with start-up", "ratio to coral", "error bars", "verdict", "demand not met"),
         rows=rows,
     )
+
+
+def ratio_bar_text(comparison: Mapping[str, Any]) -> str | None:
+    """Between which a ratio of costs lies for all errors within their bars; None where it is not known, or was not recorded."""
+    low, high = comparison.get("cost_ratio_low"), comparison.get("cost_ratio_high")
+    return None if low is None or high is None else f"{low:.3f} to {high:.3f}"
 
 
 def runtimes_table(decision: Mapping[str, Any]) -> PlanTable:

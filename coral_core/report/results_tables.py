@@ -39,7 +39,17 @@ def results_markdown(documents: Sequence[Document]) -> str:
 def published_markdown(documents: Sequence[Document]) -> str:
     """One row for each scenario and policy: cost, goodput, and both ratios beside the published ones."""
     columns = (
-        *("scenario", "policy", "USD/h", "not met", "goodput tokens/s", "attained", "cost / coral", "published"),
+        *(
+            "scenario",
+            "policy",
+            "USD/h",
+            "not met",
+            "goodput tokens/s",
+            "attained",
+            "cost / coral",
+            "verdict",
+            "published",
+        ),
         *("coral's goodput / its", "published", "solve s"),
     )
     lines = [_line(columns), _line(["---", "---", *["---:"] * (len(columns) - 2)])]
@@ -58,6 +68,7 @@ def published_markdown(documents: Sequence[Document]) -> str:
                         one["goodput_tokens_per_s"],
                         percent(one["attainment_frac"]),
                         _ratio(ratio.get("cost_ratio")),
+                        ratio.get("cost_verdict"),
                         _ratio(published.get("cost_ratio")),
                         _ratio(ratio.get("goodput_ratio")),
                         _ratio(published.get("goodput_ratio")),

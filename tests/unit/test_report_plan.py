@@ -81,7 +81,19 @@ EXPLANATION = {
     ],
 }
 DECISION = {
-    "baselines": {"homo": {"objective_usd_per_h": 15.1648, "shortfall": []}},
+    "baselines": {
+        "homo": {"objective_usd_per_h": 15.1648, "shortfall": []},
+        "cauchy": {"objective_usd_per_h": 7.2, "shortfall": []},
+    },
+    "comparisons": {
+        "homo": {"cost_ratio": 2.0, "cost_ratio_low": 1.4, "cost_ratio_high": 2.6, "cost_verdict": "dearer"},
+        "cauchy": {
+            "cost_ratio": 0.95,
+            "cost_ratio_low": None,
+            "cost_ratio_high": None,
+            "cost_verdict": "error not known",
+        },
+    },
     "explanation": EXPLANATION,
     "library": {"name": "s", "version": 3},
     "capacity_sources": ["estimated"],
@@ -155,7 +167,7 @@ def test_what_is_served_without_a_spare_is_told_apart_from_what_is_not_served():
 def test_a_baseline_without_an_answer_says_why():
     decision = DECISION | {"baselines_left_out": {"cauchy": "it has no spare to keep"}}
     table = plan_tables(plan(), decision)[-1]
-    assert table.rows[-1] == ("cauchy", None, None, "it has no spare to keep")
+    assert table.rows[-1] == ("cauchy", None, None, None, None, "it has no spare to keep")
 
 
 def test_preferences_and_markets_are_shown_where_there_are_any():
@@ -192,7 +204,8 @@ def test_the_page_has_headline_notes_tables_and_reasons():
         "**7.08 USD/h",
         "- prices are old",
         "26 on big \\| 14 on 2 x small",
-        "| homo | 15.16 | 2.000 | none |",
+        "| homo | 15.16 | 2.000 | 1.400 to 2.600 | dearer | none |",
+        "| cauchy | 7.20 | 0.950 | - | error not known | none |",
         "| nodes to be had | east big: 2 of 2 | 1.25 |",
         "| library | s version 3 |",
     ):
