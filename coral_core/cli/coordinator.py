@@ -125,7 +125,7 @@ def _token(path: Path) -> str:
 def _weight(one: dict[str, Any]) -> str:
     """The weight, beside it the share of a degraded instance that is left."""
     left = one.get("weight_frac", 1.0)
-    return f"{one['weight']:g}{f' x {left:.2g}' if left < 1 else ''}{', draining' if one['draining'] else ''}"
+    return f"{one['weight'] or 0:g}{f' x {left:.2g}' if left < 1 else ''}{', draining' if one['draining'] else ''}"
 
 
 def _show(document: dict[str, Any], age_s: float) -> None:

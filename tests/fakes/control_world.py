@@ -116,6 +116,7 @@ class Agent:
     leaving: bool = False
     stopped: bool = False
     draining: bool = False
+    weight: float | None = None
     progress_age_s: float | None = 0.0
     connection: bytes = b""
     engine: Engine | None = None
@@ -126,7 +127,7 @@ class Agent:
     def report(self, now_s: float) -> NodeReport:
         if self.engine is None:
             state = NodeState.ENDED if self.stopped else NodeState.IDLE
-            return NodeReport(state=state, leaving=self.leaving)
+            return NodeReport(state=state, leaving=self.leaving, draining=self.draining, weight=self.weight)
         return NodeReport(
             state=self.engine.state(now_s),
             reason=self.engine.fault,
@@ -138,6 +139,8 @@ class Agent:
             sample=EngineSample(running_requests=1, waiting_requests=0, progress_age_s=self.progress_age_s),
             weight_frac=self.weight_frac,
             lost_nodes=self.lost_nodes,
+            draining=self.draining,
+            weight=self.weight,
         )
 
 
@@ -241,7 +244,7 @@ class World:
                 if agent.engine is not None:
                     agent.engine.ended = True
             case Drain():
-                agent.draining = message.draining
+                agent.draining, agent.weight = message.draining, message.weight
 
     # ---- the gateway
 

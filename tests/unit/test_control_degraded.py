@@ -8,6 +8,7 @@ import pytest
 
 from coral_core.serving.control.gateway_calls import gateway_calls
 from coral_core.serving.control.held import Stage
+from coral_core.serving.control.messages import Stop
 from coral_core.serving.control.state_file import restored
 from tests.fakes.control_world import TERMS, Agent, World
 
@@ -32,6 +33,11 @@ def killed(world: World, node: int) -> None:
 
 def faulty(world: World, node: int) -> None:
     world.fault("w", node, "its part has died")
+
+
+def ticks(world: World) -> list:
+    """What a few seconds lead to in which nobody says anything."""
+    return [effect for second in range(1, 6) for effect in world.coordinator.tick(world.now_s + second)]
 
 
 @pytest.mark.parametrize("dies", [killed, faulty])
@@ -74,6 +80,56 @@ def test_the_full_weight_and_the_share_outlive_restarts(remembers):
     world.restart_gateway()
     world.advance(1)
     assert left(world) == (Stage.READY, 9.0, pytest.approx(2 / 3))
+
+
+def test_a_loss_that_costs_no_throughput_is_told_too():
+    world = wide()
+    first = world.agents["w", 0]
+    first.engine.knows = False  # what it says is set here
+    world.fault("w", 1, "its part has died")
+    first.lost_nodes = {"1": "its connection ended"}
+    world.advance(10)
+    assert left(world) == (Stage.READY, 6.0, 1.0)
+    assert world.happened[-1].detail == "degraded, 100% of its throughput is left: node 1: its connection ended"
+
+
+def test_a_lost_node_whose_agent_is_dead_is_not_told_for_ever():
+    world = wide()
+    killed(world, 1)
+    world.advance(1)
+    assert any(isinstance(effect.message, Stop) for effect in ticks(world))
+    world.advance(15)
+    assert ticks(world) == []
+
+
+def test_what_both_forget_at_once_the_agents_remember():
+    world = wide()
+    killed(world, 1)
+    world.advance(3)
+    world.restart_gateway()
+    world.restart_coordinator(remembers=False)
+    world.advance(3)
+    assert left(world) == (Stage.READY, 6.0, pytest.approx(2 / 3))
+    world.rows["w"] = replace(world.rows["w"], weight=0.0, draining=True)
+    world.advance(3)
+    world.restart_gateway()
+    world.restart_coordinator(remembers=False)
+    world.advance(3)
+    assert left(world) == (Stage.READY, 0.0, pytest.approx(2 / 3))
+    assert world.rows["w"].draining
+    assert {agent.draining for agent in world.agents.values() if agent.alive} == {True}
+
+
+def test_the_gateways_own_word_counts_more_than_what_agents_remember():
+    world = wide()
+    world.agents["w", 2].connected = False  # does not hear of the new weight
+    world.rows["w"] = replace(world.rows["w"], weight=9.0)
+    world.advance(3)
+    world.agents["w", 2].connected = True
+    world.restart_coordinator(remembers=False)
+    world.advance(3)
+    assert left(world) == (Stage.READY, 9.0, 1.0)
+    assert {agent.weight for agent in world.agents.values()} == {9.0}
 
 
 @pytest.mark.parametrize("remembers", [True, False])

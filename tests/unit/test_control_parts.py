@@ -86,6 +86,7 @@ def test_messages_arrive_as_they_were_said():
         "serves": False,
         "alive": False,
         "leaving": False,
+        "draining": False,
     }
 
 

@@ -102,6 +102,7 @@ class _Agent:
         self.launch: Launch | None = None
         self.broken = ""  # why the launch could not even be tried
         self.draining = self.leaving = False
+        self.weight: float | None = None
         self.stopping: asyncio.Task[None] | None = None
         self.welcome = False
         self.next_hello_s = 0.0
@@ -178,6 +179,8 @@ class _Agent:
             sample=seen.sample,
             weight_frac=seen.weight_frac,
             lost_nodes={name: shortened(why, 500) for name, why in seen.lost_nodes.items()},
+            draining=self.draining,
+            weight=self.weight,
         )
 
     def _obey(self, frames: list[bytes], end: AgentEnd) -> None:
@@ -213,7 +216,7 @@ class _Agent:
                 self.say("stop", f"told to end the engine: {message.reason}", reason=message.reason)
                 self._begin_end()
             case Drain():
-                self.draining = message.draining
+                self.draining, self.weight = message.draining, message.weight
             case Acknowledged():
                 pass
 

@@ -15,7 +15,7 @@ def gateway_calls(held: Iterable[Held], rows: Mapping[str, GatewayRow]) -> list[
     """Calls in order. Instances that the gateway has from elsewhere are left alone.
 
     An instance is made known once it is ready, with weight 0, which a reallocation then sets; one that the gateway has lost
-    gets back the weight and the draining that it was last seen to have. Of a degraded one the weight stays the full one, beside
+    gets back the weight and the draining that it was last known to have. Of a degraded one the weight stays the full one, beside
     the share of it that is left. One that is over is said to have failed, so that
     it is replaced, and gets no request.
     """
@@ -61,7 +61,7 @@ def _calls_of(one: Held, row: GatewayRow | None) -> list[GatewayCall]:
             "phase": one.phase.value,
             "url": one.address,
             "region": one.region,
-            "weight": one.weight,
+            "weight": one.weight or 0.0,
         }
         calls.append(GatewayCall(method="PUT", path=path, body=body))
         row = None

@@ -78,7 +78,8 @@ class Seat:
 class Held:
     """A serving instance. `launch_id` is set once its nodes were told what to run, or said what they run.
 
-    `weight` and `draining` are what the gateway was last seen to have: they are put back where it has lost them.
+    `weight` (None: not known) and `draining` are what the gateway was last seen to have, or agents were told that it has: they
+    are put back where it has lost them.
     `weight_frac`: of an engine that goes on without `lost_nodes` (why, by node number), what is left of its throughput; the
     gateway routes by so much of `weight`, which stays the full one. `troubled_s`: since when a node has been in trouble.
     """
@@ -99,7 +100,7 @@ class Held:
     asked_s: float | None = None
     launch_id: str = ""
     url: str = ""
-    weight: float = 0.0
+    weight: float | None = None
     draining: bool = False
     weight_frac: float = 1.0
     lost_nodes: dict[str, str] = field(default_factory=dict)

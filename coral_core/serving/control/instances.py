@@ -100,6 +100,8 @@ class Instances:
             hello=hello, connection=connection, key_name=key_name, heard_s=now_s, report=hello.report
         )
         self._seat_of[connection] = (tags.instance_id, tags.node)
+        if not one.stage.over:
+            self._adopt(one)
         effects.append(Tell(connection=connection, message=Welcome(coordinator=self.name, draining=one.draining)))
         return [*effects, *self._consider(one, now_s)]
 
@@ -160,13 +162,10 @@ class Instances:
             }:  # a coordinator before this one gave it up
                 effects += self._over(one, Stage.FAILED, row.failed, now_s)
                 continue
-            one.weight = row.weight
-            if row.draining != one.draining:
-                one.draining = row.draining
-                effects += [
-                    Tell(connection=seat.connection, message=Drain(draining=row.draining))
-                    for seat in one.seats.values()
-                ]
+            if (row.draining, row.weight) != (one.draining, one.weight):
+                one.draining, one.weight = row.draining, row.weight
+                for seat in one.seats.values():
+                    seat.told.pop("drain", None)
             effects += self._consider(one, now_s)
         return effects
 
@@ -209,7 +208,7 @@ class Instances:
         effects = self._note_share(one)
         if trouble := self._trouble(one, now_s):
             return [*effects, *self._over(one, Stage.FAILED, trouble, now_s)]
-        effects += self._end_lost(one, now_s)
+        effects += [*self._end_lost(one, now_s), *self._pass_on(one, now_s)]
         if any(seat.report.leaving for seat in one.working.values()):
             return [*effects, *self._leave(one, now_s)]
         if not one.launch_id:
@@ -226,6 +225,19 @@ class Instances:
                 one.launch_id = report.launch_id
             if report.launch_id == one.launch_id and report.serves and report.url and not one.url:
                 one.url = report.url
+            if report.launch_id == one.launch_id and report.weight is not None and one.weight is None:
+                one.draining, one.weight = report.draining, report.weight
+
+    def _pass_on(self, one: Held, now_s: float) -> list[Effect]:
+        """Tell agents what the gateway has: should gateway and coordinator forget it, they remember it."""
+        told = Drain(draining=one.draining, weight=one.weight)
+        return [
+            effect
+            for seat in one.seats.values()
+            if one.weight is not None and not seat.lost(now_s, self.terms)
+            if (seat.report.draining, seat.report.weight) != (told.draining, told.weight)
+            for effect in self._tell(seat, "drain", told, now_s)
+        ]
 
     def _note_share(self, one: Held) -> list[Effect]:
         """What is left of an engine that goes on without some nodes, as the node that serves says."""
@@ -239,7 +251,7 @@ class Instances:
         if (share, lost) == (one.weight_frac, one.lost_nodes):
             return []
         one.weight_frac, one.lost_nodes = share, lost
-        if not 0 < share < 1:
+        if not share or not lost_nodes:
             return []
         why = "; ".join(f"node {name}: {why}" for name, why in sorted(lost_nodes.items()))
         one.reason = shortened(f"degraded, {share:.0%} of its throughput is left: {why}", 1000)
@@ -250,7 +262,8 @@ class Instances:
         return [
             effect
             for number, seat in one.seats.items()
-            if (why := one.lost_nodes.get(str(number))) is not None and runs(seat)
+            if (why := one.lost_nodes.get(str(number))) is not None
+            if runs(seat) and not seat.lost(now_s, self.terms)
             for effect in self._tell(seat, "stop", Stop(reason=shortened(f"its engine has lost it: {why}")), now_s)
         ]
 
@@ -380,7 +393,7 @@ class Instances:
         one.stage, one.reason, one.since_s = stage, shortened(reason, 1000), now_s
         return Happened(event=stage.value, instance_id=one.instance_id, detail=one.reason)
 
-    def _tell(self, seat: Seat, what: str, message: Launch | Stop, now_s: float) -> list[Effect]:
+    def _tell(self, seat: Seat, what: str, message: Launch | Stop | Drain, now_s: float) -> list[Effect]:
         """Say it, unless it was said a moment ago."""
         if now_s - seat.told.get(what, float("-inf")) < self.terms.resend_s:
             return []

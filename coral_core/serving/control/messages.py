@@ -27,6 +27,7 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
 Line = Annotated[str, msgspec.Meta(max_length=500)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Weight = Annotated[float, msgspec.Meta(ge=0)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
@@ -54,7 +55,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     `launch_id`, `url`, `serves`: what it was told to run, which a coordinator that knows nothing of it takes over.
     `alive`: a process of its engine exists. `leaving`: the agent was told to end, and waits until requests have ended.
     `weight_frac`: of an engine that goes on without some nodes, the share of its throughput that is left (None: not one of
-    these, or not known); `lost_nodes`: the nodes that it goes on without, and why.
+    these, or not known); `lost_nodes`: the nodes that it goes on without, and why. `draining` and `weight` are what the agent
+    was last told that the gateway has (None: nothing): a coordinator that knows nothing takes them over.
     """
 
     state: NodeState = NodeState.IDLE
@@ -69,6 +71,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     sample: EngineSample | None = None
     weight_frac: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     lost_nodes: Annotated[dict[Name, Line], msgspec.Meta(max_length=MOST_NODES)] = {}
+    draining: bool = False
+    weight: Weight | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -135,9 +139,10 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
-    """The gateway gives the instance no new requests (any more), or does so again."""
+    """The gateway gives the instance no new requests (any more), or does so again, in proportion to `weight`."""
 
     draining: bool
+    weight: Weight | None = None
 
 
 AgentMessage = Hello | Heartbeat | Bye
