@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from coral_core.clock import ListeningClock
 from coral_core.domain.launch import NodeLaunch
 from coral_core.engine.kept import end_left_behind
 from coral_core.engine.process import EngineProcess, start_engine
@@ -121,8 +122,8 @@ def has_counted(engine: EngineProcess, tokens: float) -> bool:
 
 
 def until(holds: Callable[[], bool], timeout_s: float) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while not holds() and time.monotonic() < deadline_s:
+    waited_s = ListeningClock(time.monotonic)
+    while not holds() and waited_s() < timeout_s:
         time.sleep(0.1)
     return holds()
 
@@ -135,11 +136,11 @@ def below(engine: EngineProcess, title: str) -> psutil.Process:
 
 
 def until_final(engine: EngineProcess, timeout_s: float) -> float:
-    began_s = time.monotonic()
-    while not engine.state.final and time.monotonic() - began_s < timeout_s:
+    waited_s = ListeningClock(time.monotonic)  # the machine may stand still: nobody notices anything then
+    while not engine.state.final and waited_s() < timeout_s:
         time.sleep(0.05)
     assert engine.state.final, f"nothing noticed in {timeout_s} s"
-    return time.monotonic() - began_s
+    return waited_s()
 
 
 def all_gone(pids: list[int]) -> bool:
