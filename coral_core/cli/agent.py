@@ -33,7 +33,7 @@ def run(
     from coral_core.config.agent import load_agent_file
     from coral_core.config.settings import Settings, load_settings
     from coral_core.serving.control.agent import AgentTerms, Ending, agent_keys, attend
-    from coral_core.serving.control.signals import on_signals
+    from coral_core.serving.signals import on_signals
     from tasks.engine_runner import EngineRunner
     from tasks.node_agent import hello_of, take_cpus, who_am_i
 
@@ -59,7 +59,7 @@ def run(
 
     async def go() -> None:
         ending = Ending(asked=asyncio.Event(), at_once=asyncio.Event())
-        with on_signals(ending.asked, ending.at_once):
+        with on_signals(ending.asked, ending.at_once.set):
             await attend(
                 hello_of(spec, who),
                 EngineRunner(interpreter=interpreter, folder=spec.folder, owner=who.node_id),

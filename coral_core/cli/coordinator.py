@@ -41,7 +41,7 @@ def run(
     from coral_core.clock import SystemClock
     from coral_core.config.coordinator import load_coordinator_file
     from coral_core.serving.control.coordinator import coordinate
-    from coral_core.serving.control.signals import on_signals
+    from coral_core.serving.signals import on_signals
 
     spec = load_coordinator_file(config)
     plan = _plan(spec, store)

@@ -126,6 +126,10 @@ class Listener(uvicorn.Server):
         """Leave signals alone."""
         yield
 
+    def break_off(self) -> None:
+        """Do not wait for what runs, when asked to exit."""
+        self.force_exit = True
+
 
 def bound_socket(host: str, port: int) -> socket.socket:
     """A listening socket; ServingError where the address cannot be had."""

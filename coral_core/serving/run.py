@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 import aiohttp
@@ -20,6 +18,7 @@ from coral_core.serving.gateway import Gateway
 from coral_core.serving.keys import KeyRing
 from coral_core.serving.listener import Listener
 from coral_core.serving.metrics import GatewayMetrics
+from coral_core.serving.signals import on_signals
 from coral_core.serving.table import InstanceSpec, Member, ModelTerms, RoutingTable
 from coral_core.serving.terms import GatewayTerms
 from coral_core.serving.upstream import lists_model, new_session
@@ -90,7 +89,7 @@ async def serve(
             listeners.append((Listener(app, header_s=terms.header_s, drain_s=1.0), admin))
         gateway.patience.begin()
         await probe_all(gateway)
-        with _signals(stop, listeners[0][0]):
+        with on_signals(stop, listeners[0][0].break_off):
             background = [asyncio.create_task(_every(terms.probe_s, lambda: probe_all(gateway)))]
             if plan.demand_sink is not None:
                 sink = plan.demand_sink
@@ -141,24 +140,3 @@ async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-@contextlib.contextmanager
-def _signals(stop: asyncio.Event, public: Listener) -> Iterator[None]:
-    """SIGTERM and SIGINT end the gateway, the second one at once. Nothing where this is not the main thread."""
-
-    def on_signal() -> None:
-        public.force_exit = stop.is_set()
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)

@@ -13,7 +13,7 @@ from coral_core.errors import InputError
 from coral_core.serving.control.coordinator import CoordinatorPlan, coordinate
 from coral_core.serving.control.curve import AllowedKeys, read_private
 from coral_core.serving.control.held import AskPlan, ControlTerms
-from coral_core.serving.control.signals import on_signals
+from coral_core.serving.signals import on_signals
 from tests.fakes.gateway_case import TOKEN
 
 FAKES = Path(__file__).resolve().parent

@@ -45,7 +45,7 @@ from coral_core.serving.control.messages import (
     last_lines,
     shortened,
 )
-from coral_core.serving.control.signals import on_signals
+from coral_core.serving.signals import on_signals
 from tests.fakes.control_world import hello
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -260,7 +260,7 @@ def test_the_documented_files_are_right(tmp_path):
 def test_a_second_signal_means_at_once():
     async def go():
         first, second = asyncio.Event(), asyncio.Event()
-        with on_signals(first, second):
+        with on_signals(first, second.set):
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.wait_for(first.wait(), 5)
             assert not second.is_set()

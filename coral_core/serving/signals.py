@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def on_signals(first: asyncio.Event, second: asyncio.Event | None = None) -> Iterator[None]:
-    """Set `first` at the first signal and `second` at the next. Nothing where this is not the main thread."""
+def on_signals(first: asyncio.Event, second: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Set `first` at the first signal, call `second` at the next ones. Nothing where this is not the main thread."""
 
     def on_signal() -> None:
-        if first.is_set() and second is not None:
-            second.set()
+        if first.is_set():
+            second()
         first.set()
 
     loop = asyncio.get_running_loop()
