@@ -12,6 +12,7 @@ Used as `--worker-cls coral_core.engine.plugin.cpu_worker.StageWorker`.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from typing import Any
@@ -22,6 +23,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from coral_core.engine.plugin.stage_rank import end_with_parent
+
 DELAY_VARIABLE = "CORAL_STAGE_DELAY_MS"
 LAYER_DELAY_VARIABLE = "CORAL_LAYER_DELAY_MS"
 
@@ -31,6 +34,12 @@ class StageWorker(CPUWorker):
 
     _delay_s = 0.0
     _token_delay_s = 0.0
+
+    def init_device(self) -> None:
+        """As vLLM's. A worker process ends with its engine however that ends: vLLM's own watch on it fails where engines are forks."""
+        if multiprocessing.parent_process() is not None:
+            end_with_parent()
+        super().init_device()
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Warm up as vLLM does; afterwards a later stage has its receiving buffer and every stage knows its delay."""
