@@ -117,6 +117,8 @@ class GatewaySpec(Strict):
                 raise ValueError(f"{what} has {', '.join(twice)} more than once")
         if self.keys_file is None and not self.listen.is_loopback:
             raise ValueError("without a keys_file anybody could ask: listen on 127.0.0.1, or name one")
+        if self.admin and self.admin.port == self.listen.port != 0:
+            raise ValueError(f"listen and admin have the same port {self.listen.port}: give each its own")
         served = [model.name for model in self.models]
         for instance in self.instances:
             if instance.model not in served:

@@ -8,6 +8,7 @@ POST /instances/NAME/drain, POST /drain (the whole gateway), GET /metrics, GET /
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -48,9 +49,12 @@ class _Readiness(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def checked_token(token: str) -> str:
-    """The token, if it is long enough. Raises InputError where it is not."""
+    """The token, if it is long enough and fits into a header. Raises InputError where not."""
     if len(token) < 32:
         raise InputError("the admin token has less than 32 characters", fix="make one: openssl rand -hex 32")
+    if not re.fullmatch(r"[!-~]+", token):
+        what = "the admin token is not one line of printable ASCII without blanks"
+        raise InputError(what, fix="make one: openssl rand -hex 32")
     return token
 
 

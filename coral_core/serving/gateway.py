@@ -292,7 +292,7 @@ def _shaped(body: bytes, status: int) -> bytes:
     """An engine's own error, as it is where it has OpenAI's shape."""
     try:
         error = msgspec.json.decode(body).get("error")
-    except (msgspec.MsgspecError, AttributeError):
+    except (msgspec.MsgspecError, AttributeError, RecursionError):
         error = None
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         return msgspec.json.encode({"error": {"type": None, "param": None, **error, "code": error.get("code")}})

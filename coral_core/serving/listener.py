@@ -13,6 +13,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from coral_core.errors import ServingError
+from coral_core.serving.asgi import Message
 from coral_core.serving.refusals import bad_request
 
 if sys.platform != "win32":
@@ -59,6 +60,12 @@ class _Patient(HttpToolsProtocol):
         self._overdue.cancel()
         super().connection_lost(exc)
 
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        cycle: Any = self.cycle
+        if cycle is not None and cycle.scope is self.scope and self.scope["http_version"] == "1.0":
+            _end_with_the_connection(cycle)
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_bytes = 0
@@ -99,6 +106,19 @@ class _Patient(HttpToolsProtocol):
         self._overdue = self.loop.call_later(_LINGER_S, self.transport.close)
         if self.transport.can_write_eof():
             self.transport.write_eof()
+
+
+def _end_with_the_connection(cycle: Any) -> None:  # noqa: ANN401 - uvicorn's, untyped where it matters
+    """Answer as HTTP/1.0 has it, which knows no chunks: a stream's end is the connection's. It has not begun yet."""
+    send = cycle.send
+    cycle.chunked_encoding = False
+
+    async def plainly(message: Message) -> None:
+        if message["type"] == "http.response.body":  # as much is due as comes, and more while more is to come
+            cycle.expected_content_length = len(message.get("body", b"")) + bool(message.get("more_body"))
+        await send(message)
+
+    cycle.send = plainly
 
 
 class Listener(uvicorn.Server):

@@ -50,15 +50,13 @@ class CompletionRequest:
             document = {**document, "stream_options": {**(document.get("stream_options") or {}), "include_usage": True}}
         if kv_transfer_params is not None:
             document = {**document, "kv_transfer_params": kv_transfer_params}
-        return msgspec.json.encode(document)
+        return _encoded(document)
 
     def prefill_body(self) -> bytes:
         """For a prefill engine: the prompt and one token that nobody hears."""
         document = {name: value for name, value in self.document.items() if name not in _NOT_FOR_PREFILL}
         limit = "max_completion_tokens" if "max_completion_tokens" in document else "max_tokens"
-        return msgspec.json.encode(
-            {**document, "stream": False, "max_tokens": 1, limit: 1, "kv_transfer_params": PRODUCE}
-        )
+        return _encoded({**document, "stream": False, "max_tokens": 1, limit: 1, "kv_transfer_params": PRODUCE})
 
 
 def parse_request(path: str, body: bytes) -> CompletionRequest:
@@ -93,6 +91,14 @@ def parse_request(path: str, body: bytes) -> CompletionRequest:
         transferable=prompts * max(answers, document.get("best_of") or 1) == 1,
         document=document,
     )
+
+
+def _encoded(document: dict[str, Any]) -> bytes:
+    """As JSON; RefusedError for what could just be read, but nests too deep to be written further down the stack."""
+    try:
+        return msgspec.json.encode(document)
+    except RecursionError:
+        raise bad_request("the body nests too deep", code="invalid_json") from None
 
 
 def _prompts(path: str, document: dict[str, Any]) -> int:

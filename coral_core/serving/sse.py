@@ -51,7 +51,7 @@ def read_whole(body: bytes, *, choices: int = 1) -> Chunk:
     """An answer of so many choices that came whole; BrokenStreamError where it is not finished."""
     try:
         answer = _decode_chunk(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise BrokenStreamError(f"the engine's answer is no completion: {error}") from None
     if answer.given_up or sum(choice.finish_reason is not None for choice in answer.choices) < choices:
         raise BrokenStreamError("the engine ended the answer before it was finished")
@@ -98,7 +98,7 @@ class EventRelay:
             return True
         try:
             chunk = _decode_chunk(content)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             raise BrokenStreamError("the engine sent an event that is no piece of a completion") from None
         if chunk.error is not None:
             raise BrokenStreamError("the engine reports that it failed")

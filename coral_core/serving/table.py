@@ -15,13 +15,18 @@ from coral_core.errors import InputError, ServingError, unknown_name
 from coral_core.routing import Rotation, max_handover_s, max_wait_s
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-URL: Final = re.compile(r"http://[A-Za-z0-9.\-\[\]:]+")
+URL: Final = re.compile(r"http://(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
+_WEIGHTS: Final = (1e-9, 1e15)
+_MEAN_TOKENS: Final = (1e-3, 1e9)
+"""What can be told apart when weights are divided by these and added up; beyond them a pool could not be routed at all."""
+_LEAST_SHARE: Final = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTerms:
     """A model as it is promised: its SLO, the mean lengths that turn tokens/s into requests/s, and the time of a prompt.
 
+    Raises InputError for mean lengths that no requests have.
     `prompt_s`: what a mean prompt takes on an idle instance; `planned_tpot_frac`: the share of the TPOT that the plan's
     decode instances were laid out for (what is left of it bounds the wait for decode).
     """
@@ -32,6 +37,12 @@ class ModelTerms:
     mean_output_tokens: float
     prompt_s: float = 0.0
     planned_tpot_frac: float = 1.0
+
+    def __post_init__(self) -> None:
+        for what in ("mean_input_tokens", "mean_output_tokens"):
+            if not _MEAN_TOKENS[0] <= getattr(self, what) <= _MEAN_TOKENS[1]:
+                least, most = _MEAN_TOKENS
+                raise InputError(f"must be from {least:g} to {most:g}", where=f"{self.name}.{what}")
 
     @property
     def max_wait_s(self) -> float:
@@ -53,7 +64,7 @@ class ModelTerms:
 class InstanceSpec:
     """A serving instance as the gateway is told of it. `weight` is T(tau) in its template's unit; 0: no new requests.
 
-    Raises InputError for a name or URL that cannot be one, or a weight that is negative or not finite.
+    Raises InputError for a name or URL that cannot be one, or a weight that is none.
     """
 
     name: str
@@ -66,7 +77,7 @@ class InstanceSpec:
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise InputError(f"{self.name[:200]!r} is no name of an instance", where="name", fix="letters, digits, ._-")
-        if not URL.fullmatch(self.url):
+        if not (found := URL.fullmatch(self.url)) or not 0 < int(found[1] or 80) <= 65535:
             raise InputError(f"{self.url[:200]!r} is no address", where=f"{self.name}.url", fix="http://HOST:PORT")
         _checked_weight(self.weight, self.name)
 
@@ -198,7 +209,7 @@ class RoutingTable:
         `weight_frac`: it is routed by so much of its weight; a change explains its failures so far. Raises ServingError if not
         known, InputError for one that is ready and failed, or a share that is none.
         """
-        if not 0 < weight_frac <= 1:
+        if not _LEAST_SHARE <= weight_frac <= 1:
             raise InputError(f"{weight_frac!r} is no share: above 0, at most 1", where=f"{name}.weight_frac")
         if ready and failed:
             raise InputError("is ready and failed at once", where=f"{name}.readiness")
@@ -300,8 +311,10 @@ def _identity(spec: InstanceSpec) -> tuple[str, ...]:
 
 
 def _checked_weight(weight: float, name: str) -> None:
-    if not 0 <= weight < float("inf"):
-        raise InputError(f"{weight!r} is no weight: 0, or its throughput", where=f"{name}.weight")
+    least, most = _WEIGHTS
+    if weight != 0 and not least <= weight <= most:
+        what = f"{weight!r} is no weight: 0, or its throughput ({least:g} to {most:g})"
+        raise InputError(what, where=f"{name}.weight")
 
 
 def by_region(members: Iterable[Member]) -> Mapping[str, list[Member]]:

@@ -7,18 +7,40 @@ import os
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import msgspec
 
 from coral_core.domain.workload import Phase
 from coral_core.errors import ServingError
 from coral_core.serving.control.held import Held, Seat, Stage
-from coral_core.serving.control.messages import as_document
+from coral_core.serving.control.messages import MOST_NODES, Name, as_document
 
 STATE_FILE: Final = "state.json"
 FORMAT: Final = 1
 _KEPT: Final = ("template_id", "model", "nodes", "epoch", "region", "reason", "launch_id", "url", "weight", "draining")
 _KEPT_SINCE: Final = ("weight_frac", "lost_nodes")
 """Which a coordinator of an earlier version has not written."""
+
+
+class _Row(msgspec.Struct, kw_only=True):
+    """What is taken from an instance's row."""
+
+    instance: Name
+    phase: Phase
+    stage: Stage
+    template_id: str
+    model: str
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=MOST_NODES)]
+    epoch: int
+    region: str
+    reason: str
+    launch_id: str
+    url: str
+    weight: Annotated[float, msgspec.Meta(ge=0)] | None
+    draining: bool
+    weight_frac: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    lost_nodes: dict[str, str] = {}
 
 
 def state_document(
@@ -56,7 +78,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise ServingError(
             "no coordinator has run here", where=str(path), fix="coral coordinator run --config FILE starts one"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ServingError(f"cannot be read: {error}", where=str(path)) from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ServingError("is no state of this version", where=str(path))
@@ -66,21 +88,21 @@ def read_state(folder: Path) -> dict[str, Any]:
 def restored(document: Mapping[str, Any], now_s: float) -> list[Held]:
     """What was held, without its agents: they come by themselves. Raises ServingError for a damaged document."""
     try:
-        return [
-            Held(
-                instance_id=row["instance"],
-                phase=Phase(row["phase"]),
-                stage=Stage(row["stage"]),
-                first_s=now_s,
-                since_s=now_s,
-                **{name: row[name] for name in _KEPT},
-                **{name: row[name] for name in _KEPT_SINCE if name in row},
-            )
-            for row in document["instances"]
-            if row["stage"] != Stage.GATHERING
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ServingError(f"the state that was written down is damaged: {error!r}") from None
+        rows = msgspec.convert(document.get("instances"), list[_Row])
+    except msgspec.ValidationError as error:
+        raise ServingError(f"the state that was written down is damaged: {error}") from None
+    return [
+        Held(
+            instance_id=row.instance,
+            phase=row.phase,
+            stage=row.stage,
+            first_s=now_s,
+            since_s=now_s,
+            **{name: getattr(row, name) for name in (*_KEPT, *_KEPT_SINCE)},
+        )
+        for row in rows
+        if row.stage != Stage.GATHERING
+    ]
 
 
 def _instance(one: Held, now_s: float) -> dict[str, object]:

@@ -1,0 +1,161 @@
+"""What hostile or broken peers send the serving parts: each is refused by name, and nothing else suffers."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from coral_core.config.gateway import load_gateway_file
+from coral_core.domain.workload import Phase, Slo
+from coral_core.errors import CoralError, InputError, ServingError
+from coral_core.serving.admin import checked_token
+from coral_core.serving.control.state_file import read_state, restored
+from coral_core.serving.gateway import _shaped
+from coral_core.serving.refusals import RefusedError
+from coral_core.serving.request import TEXT, parse_request
+from coral_core.serving.sse import BrokenStreamError, EventRelay, read_whole
+from coral_core.serving.table import InstanceSpec, ModelTerms, RoutingTable
+
+DEEP = b"[" * 5000 + b"]" * 5000
+ROW = {
+    "instance": "i",
+    "phase": "aggregated",
+    "stage": "ready",
+    "template_id": "t",
+    "model": "m",
+    "nodes": 1,
+    "epoch": 1,
+    "region": "local",
+    "reason": "",
+    "launch_id": "l",
+    "url": "http://127.0.0.1:1",
+    "weight": 4.0,
+    "draining": False,
+}
+
+
+def terms(**changes: float) -> ModelTerms:
+    facts = {"mean_input_tokens": 100.0, "mean_output_tokens": 10.0, **changes}
+    return ModelTerms(name="m", slo=Slo(ttft_s=1.0, tpot_s=0.1), **facts)
+
+
+def spec(name: str, weight: float, url: str = "http://127.0.0.1:8000") -> InstanceSpec:
+    return InstanceSpec(name=name, model="m", phase=Phase.PREFILL, url=url, weight=weight)
+
+
+def further_down(levels: int, call):
+    return call() if levels == 0 else further_down(levels - 1, call)
+
+
+def test_a_request_that_can_just_be_read_but_not_written_is_the_clients_fault():
+    def deepest() -> bytes:
+        """The deepest body that is read here, found from above."""
+        for depth in range(1000, 0, -1):
+            body = b'{"model":"m","prompt":"x","user":' + b"[" * depth + b"]" * depth + b"}"
+            try:
+                parse_request(TEXT, body)
+            except RefusedError:
+                continue
+            return body
+        raise AssertionError("nothing can be read")
+
+    request = parse_request(TEXT, deepest())
+    for write in (request.whole_body, request.prefill_body):
+        with pytest.raises(RefusedError, match="nests too deep") as refused:
+            further_down(50, write)
+        assert refused.value.status == 400
+
+
+def test_an_engines_nesting_is_a_broken_answer_and_no_bug():
+    with pytest.raises(BrokenStreamError, match="no completion"):
+        read_whole(b'{"choices":[],"error":' + DEEP + b"}")
+    with pytest.raises(BrokenStreamError, match="no piece"):
+        EventRelay(passes_usage=False).feed(b'data: {"choices":[],"other":' + DEEP + b"}\n\n")
+    assert "refused the request (400)" in msgspec.json.decode(_shaped(DEEP, 400))["error"]["message"]
+
+
+@pytest.mark.parametrize("weight", [1e-320, 1e-10, 1e16, 1e308])
+def test_a_weight_that_cannot_be_routed_by_leaves_the_others_alone(weight):
+    table = RoutingTable([terms()])
+    table.register(spec("a", 1.0))
+    with pytest.raises(InputError, match="is no weight: 0, or its throughput"):
+        table.register(spec("b", weight))
+    with pytest.raises(InputError, match=r"a\.weight"):
+        table.set_weight("a", weight)
+    with pytest.raises(InputError, match=r"a\.weight_frac"):
+        table.report("a", ready=True, weight_frac=1e-320)
+    assert [(one.spec.name, one.weight) for one in table.members] == [("a", 1.0)]
+    table.register(spec("c", 0.0))
+
+
+@pytest.mark.parametrize("tokens", [1e-320, 1e300, float("nan")])
+def test_mean_lengths_that_no_requests_have_are_refused(tokens):
+    for what in ("mean_input_tokens", "mean_output_tokens"):
+        with pytest.raises(InputError, match=rf"m\.{what}: must be from"):
+            terms(**{what: tokens})
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:0", "http://h:99999", "http://[[:::", "http://:80", "http://h:80:80"]
+)
+def test_an_address_that_nobody_can_have_is_refused(url):
+    with pytest.raises(InputError, match="is no address"):
+        spec("a", 1.0, url)
+    assert spec("a", 1.0, "http://[::1]:80").url == "http://[::1]:80"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"nodes": "x"},
+        {"nodes": 0},
+        {"nodes": 10**9},
+        {"instance": []},
+        {"instance": ""},
+        {"weight": "much"},
+        {"weight": -1.0},
+        {"lost_nodes": None},
+        {"weight_frac": 2.0},
+        {"draining": "no"},
+        {"stage": "elsewhere"},
+        {"url": 5},
+    ],
+)
+def test_a_state_with_wrong_values_is_damaged_whatever_they_are(change):
+    assert len(restored({"instances": [ROW]}, 0.0)) == 1
+    with pytest.raises(ServingError, match="damaged"):
+        restored({"instances": [{**ROW, **change}]}, 0.0)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b'{"format": 99}', b'{"a":' + b"[" * 100_000, b"null"])
+def test_a_state_file_that_is_none_is_told_apart_by_its_path(tmp_path, text):
+    (tmp_path / "state.json").write_bytes(text)
+    with pytest.raises(CoralError, match=r"state\.json"):
+        read_state(tmp_path)
+
+
+@pytest.mark.parametrize("document", [{}, {"instances": None}, {"instances": [5]}])
+def test_a_state_without_rows_is_damaged(document):
+    with pytest.raises(ServingError, match="damaged"):
+        restored(document, 0.0)
+
+
+@pytest.mark.parametrize("token", ["short", "a" * 40 + "\n" + "b" * 40, "a" * 40 + " b", "\u00e4" * 40])
+def test_a_token_that_no_header_can_carry_is_refused(token):
+    with pytest.raises(InputError, match="the admin token"):
+        checked_token(token)
+    assert checked_token("a" * 32) == "a" * 32
+
+
+def test_two_listeners_need_two_ports(tmp_path):
+    text = """
+listen: {host: 127.0.0.1, port: PORT}
+admin: {port: PORT, token_file: t}
+models: [{name: m, slo: {ttft_s: 1.0, tpot_s: 0.1}, mean_input_tokens: 9.0, mean_output_tokens: 9.0}]
+"""
+    path = tmp_path / "gateway.yaml"
+    path.write_text(text.replace("PORT", "8000"), encoding="utf-8")
+    with pytest.raises(InputError, match="the same port 8000"):
+        load_gateway_file(path)
+    path.write_text(text.replace("PORT", "0"), encoding="utf-8")
+    assert load_gateway_file(path).listen.port == 0
