@@ -79,13 +79,14 @@ def _check_point(point: ProfilePoint, place: str) -> None:
 def _check_time(point: ProfilePoint, least_s: float, gpu: Gpu, place: str) -> None:
     if point.layer_s < least_s:
         raise InputError(
-            f"layer_s is {point.layer_s:.4g}, but {gpu.name}'s peaks allow no less than {least_s:.4g}",
+            f"a layer takes {point.layer_s * 1e3:.4g} ms, but {gpu.name}'s peaks allow no less than {least_s * 1e3:.4g} ms",
             where=place,
             fix="check the unit, the model and its dtype, and that one layer was timed",
         )
     if point.layer_s > max(SLOWEST_TIMES * least_s, SLOWEST_S):
         raise InputError(
-            f"layer_s is {point.layer_s:.4g}, over {SLOWEST_TIMES:g} times what {gpu.name}'s peaks allow ({least_s:.4g})",
+            f"a layer takes {point.layer_s * 1e3:.4g} ms, over {SLOWEST_TIMES:g} times the {least_s * 1e3:.4g} ms "
+            f"that {gpu.name}'s peaks allow",
             where=place,
             fix="check the unit: microseconds?",
         )

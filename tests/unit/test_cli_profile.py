@@ -63,7 +63,10 @@ def test_import_show_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (CSV.replace("decode,1,16", "both,1,16"), "times.csv:5: phase is 'both'"),
         (CSV.replace(",0.03", ""), "times.csv:5: 6 cells, 7 are due"),
         (CSV.replace("1000,12,", "1000,nan,"), "times.csv: row 4: layer_s is nan"),
-        (CSV.replace("1000,12,", "1000,0.01,"), "times.csv: row 4: layer_s is 1e-05, but L4's peaks allow no less"),
+        (
+            CSV.replace("1000,12,", "1000,0.01,"),
+            "times.csv: row 4: a layer takes 0.01 ms, but L4's peaks allow no less",
+        ),
         ("", "times.csv:1: columns are"),
     ],
 )
