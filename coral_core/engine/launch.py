@@ -47,7 +47,11 @@ def launch_plan(
     can = runnable(template, layouts, shape, runtimes=[Runtime.CORAL] if by_connector else terms.runtimes)
     if can.runtime is None:
         why = "; ".join(f"{runtime}: {', '.join(against)}" for runtime, against in can.reasons.items())
-        raise NoSolutionError(f"cannot be run: {why}", where=f"template {template.template_id}")
+        raise NoSolutionError(
+            f"cannot be run: {why}",
+            where=f"template {template.template_id}",
+            fix="`runtimes` of the engine's terms says what the nodes have, that of a scenario plans with it (docs/launch.md)",
+        )
     _check_places(template, places)
     nodes = [layout for row in layouts for layout in row if layout is not None]
     given = Chain if is_chain(template, layouts, shape) else Stages
