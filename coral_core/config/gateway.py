@@ -14,6 +14,7 @@ from coral_core.config.yaml_lines import read_yaml_model
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$", max_length=128)]
 InstanceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
 Count = Annotated[int, Field(ge=1, strict=True)]
+Seconds = Annotated[float, Field(ge=0.001, le=1e7, strict=True)]
 
 
 class ListenSpec(Strict):
@@ -79,19 +80,19 @@ class LimitsSpec(Strict):
     max_answer_bytes: Count | None = None
     max_requests: Count | None = None
     max_retries: Annotated[int, Field(ge=0, le=5, strict=True)] | None = None
-    header_s: Positive | None = None
-    body_s: Positive | None = None
-    connect_s: Positive | None = None
-    first_byte_s: Positive | None = None
-    stall_s: Positive | None = None
-    gone_stall_s: Positive | None = None
-    request_s: Positive | None = None
-    drain_s: Positive | None = None
-    probe_s: Positive | None = None
-    probe_timeout_s: Positive | None = None
-    eject_s: Positive | None = None
+    header_s: Seconds | None = None
+    body_s: Seconds | None = None
+    connect_s: Seconds | None = None
+    first_byte_s: Seconds | None = None
+    stall_s: Seconds | None = None
+    gone_stall_s: Seconds | None = None
+    request_s: Seconds | None = None
+    drain_s: Seconds | None = None
+    probe_s: Seconds | None = None
+    probe_timeout_s: Seconds | None = None
+    eject_s: Seconds | None = None
     eject_after: Count | None = None
-    retry_after_s: Positive | None = None
+    retry_after_s: Seconds | None = None
     demand_every_s: Annotated[float, Field(ge=1, le=3600, strict=True)] | None = None
 
 
@@ -131,7 +132,7 @@ class KeyEntry(Strict):
 
     name: InstanceName
     hash: str = Field(pattern=r"^sha256:[0-9a-f]{64}$", description="made by `coral gateway hash-key`")
-    requests_per_s: Positive | None = None
+    requests_per_s: Annotated[float, Field(ge=1e-6, le=1e9, strict=True)] | None = None
     burst_requests: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     concurrent_requests: Count | None = None
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as events: the first asks, the second means at once."""
+"""SIGTERM, SIGINT and SIGHUP as events: the first asks, the second means at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def on_signals(first: asyncio.Event, second: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Set `first` at the first signal, call `second` at the next ones. Nothing where this is not the main thread."""
+    """Set `first` at the first signal, call `second` at the next ones. Nothing where this is not the main thread.
+
+    SIGHUP (its terminal is gone) counts as long as it is not ignored already, as by nohup; its default would cut every stream.
+    """
 
     def on_signal() -> None:
         if first.is_set():
@@ -22,10 +25,13 @@ def on_signals(first: asyncio.Event, second: Callable[[], object] = lambda: None
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         loop.add_signal_handler(number, on_signal)
     try:
         yield
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.remove_signal_handler(number)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+
 import msgspec
 import pytest
 
-from coral_core.config.gateway import load_gateway_file
+from coral_core.config.gateway import load_gateway_file, load_keys_file
 from coral_core.domain.workload import Phase, Slo
 from coral_core.errors import CoralError, InputError, ServingError
 from coral_core.serving.admin import checked_token
@@ -13,6 +17,7 @@ from coral_core.serving.control.state_file import read_state, restored
 from coral_core.serving.gateway import _shaped
 from coral_core.serving.refusals import RefusedError
 from coral_core.serving.request import TEXT, parse_request
+from coral_core.serving.signals import on_signals
 from coral_core.serving.sse import BrokenStreamError, EventRelay, read_whole
 from coral_core.serving.table import InstanceSpec, ModelTerms, RoutingTable
 
@@ -159,3 +164,43 @@ models: [{name: m, slo: {ttft_s: 1.0, tpot_s: 0.1}, mean_input_tokens: 9.0, mean
         load_gateway_file(path)
     path.write_text(text.replace("PORT", "0"), encoding="utf-8")
     assert load_gateway_file(path).listen.port == 0
+
+
+@pytest.mark.parametrize("limit", ["probe_s: 1.0e-300", "stall_s: 1.0e+300", "drain_s: .nan", "retry_after_s: 0.0"])
+def test_limits_that_would_spin_or_never_end_are_refused(tmp_path, limit):
+    path = tmp_path / "gateway.yaml"
+    path.write_text(
+        "listen: {host: 127.0.0.1, port: 0}\n"
+        "models: [{name: m, slo: {ttft_s: 1.0, tpot_s: 0.1}, mean_input_tokens: 9.0, mean_output_tokens: 9.0}]\n"
+        f"limits: {{{limit}}}\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(InputError, match=rf"gateway\.yaml:3: `limits\.{limit.partition(':')[0]}`"):
+        load_gateway_file(path)
+
+
+def test_a_rate_after_which_nobody_could_wait_is_refused(tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys: [{{name: a, hash: 'sha256:{'0' * 64}', requests_per_s: 1.0e-320}}]\n", encoding="utf-8")
+    with pytest.raises(InputError, match=r"keys\[0\]\.requests_per_s"):
+        load_keys_file(path)
+
+
+def test_a_lost_terminal_asks_to_end_and_nohup_is_respected():
+    async def asked(*, within_s: float) -> bool:
+        first = asyncio.Event()
+        with on_signals(first):
+            os.kill(os.getpid(), signal.SIGHUP)
+            try:
+                await asyncio.wait_for(first.wait(), within_s)
+            except TimeoutError:
+                return False
+            return True
+
+    assert asyncio.run(asked(within_s=5.0))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert not asyncio.run(asked(within_s=0.1))
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
