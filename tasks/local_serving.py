@@ -24,6 +24,7 @@ from typing import Final, Self
 from coral_core.catalog.models import package_models
 from coral_core.cloud.local_processes import end_all, members
 from coral_core.config.resolve import ResolvedScenario
+from coral_core.domain.launch import Runtime
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError, ServingError
 from coral_core.serving.control.curve import KeyPair, write_allowed, write_private
@@ -33,6 +34,7 @@ from coral_core.units import MIB
 CORAL: Final = (sys.executable, "-c", "from coral_core.cli.entry import main; main()")
 ROOT: Final = Path(__file__).resolve().parents[1]
 MARK: Final = "CORAL_LOCAL_SERVING"
+FLEET_KEY: Final = "fleet.key"
 SEEDS: Final = {"tiny-chat": 0, "tiny-split": 1}
 """The tiny models, and what their weights are drawn from."""
 KV_CACHE_BYTES: Final = 64 * MIB
@@ -121,7 +123,7 @@ def write_serving(
 ) -> LocalServing:
     """Keys, token and the files of gateway, coordinator and engines in `folder`, which must hold none yet.
 
-    `port` 0 is any free one; `environment` goes beside and before what commands are told. Raises InputError for a model without a folder among `models`.
+    Nodes have the runtimes that the scenario names (without: vLLM's own). `port` 0 is any free one; `environment` goes beside and before what commands are told. Raises InputError for a model without a folder among `models`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     admin_port, coordinator_port, *more = free_ports(2 if port else 3)
@@ -304,6 +306,8 @@ def _write_keys(folder: Path) -> dict[str, Path]:
     write_private(paths["coordinator"], KeyPair(public=coordinator[0], secret=coordinator[1]))
     write_private(paths["agent"], KeyPair(public=agent[0], secret=agent[1], server=coordinator[0]))
     write_allowed(paths["allowed"], {agent[0]: "local"})
+    (folder / FLEET_KEY).touch(mode=0o600)
+    (folder / FLEET_KEY).write_text(secrets.token_hex(32) + "\n", encoding="utf-8")
     return paths
 
 
@@ -341,7 +345,9 @@ def _engine_document(resolved: ResolvedScenario, models: Mapping[str, Path]) -> 
                 "kv_cache_memory_bytes": KV_CACHE_BYTES,
             }
         }
-    return {"device": "cpu", "models": terms}
+    runtimes = resolved.scenario.runtimes or (Runtime.VLLM,)
+    key = {"key_file": f"./{FLEET_KEY}"} if Runtime.CORAL in runtimes else {}
+    return {"device": "cpu", "runtimes": [runtime.value for runtime in runtimes], **key, "models": terms}
 
 
 def _written(path: Path, document: Mapping[str, object]) -> Path:

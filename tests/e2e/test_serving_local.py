@@ -19,7 +19,8 @@ import pytest
 import yaml
 
 from artifacts.fleets import Outcome
-from tests.fakes.local_fleet import PROMPTS, TOKENS, LocalFleet, kill, local_fleet, wait_for
+from tests.fakes.local_fleet import PROMPTS, LocalFleet, kill, local_fleet, wait_for
+from tests.fakes.openai_streams import LongStream, tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -74,13 +75,6 @@ def fleet(tmp_path_factory, engine_python, plans):
 def client(fleet):
     with openai.OpenAI(base_url=f"{fleet.serving.gateway_url}/v1", api_key="none", max_retries=0, timeout=120) as found:
         yield found
-
-
-def tokens(client: openai.OpenAI, model: str, prompt: str) -> list[int]:
-    answer = client.completions.create(
-        model=model, prompt=prompt, max_tokens=TOKENS, temperature=0, extra_body={"return_token_ids": True}
-    )
-    return answer.choices[0].model_extra["token_ids"]
 
 
 def metric(url: str, name: str) -> float:
@@ -205,53 +199,20 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(pair.decode(errors="replace").split("=", 1) for pair in pairs if b"=" in pair)
 
 
-class LongStream(threading.Thread):
-    """One long answer; `ended` holds the finish reasons that came, and the error that ended it."""
-
-    def __init__(self, client: openai.OpenAI, model: str) -> None:
-        super().__init__(daemon=True)
-        self.client, self.model, self.begun = client, model, threading.Event()
-        self.ended: list[Any] = []
-
-    def run(self) -> None:
-        try:
-            for piece in self.client.completions.create(
-                model=self.model, prompt="on and on", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
-            ):
-                self.begun.set()
-                self.ended.append(piece.choices[0].finish_reason)
-        except openai.OpenAIError as error:
-            self.ended.append(error)
-
-    def __enter__(self):
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.join(timeout=60)
-
-
 # Faults ------------------------------------------------------------------------------------------------------------
-
-
-def ready(fleet: LocalFleet) -> set[str]:
-    try:
-        return {row["name"] for row in fleet.rows() if row["ready"]}
-    except OSError:
-        return set()
 
 
 @pytest.fixture(scope="module")
 def restarted(on_b, fleet: LocalFleet, client) -> Evidence:
     """Coordinator killed and started again, then the gateway."""
-    before, facts = ready(fleet), {}
+    before, facts = fleet.ready(), {}
     fleet.kill("coordinator")
     facts["without"] = tokens(client, "tiny-chat", PROMPTS["tiny-chat"][0])
     time.sleep(3)
-    facts["ready_without"] = ready(fleet) == before
+    facts["ready_without"] = fleet.ready() == before
     fleet.programs.start_coordinator()
     time.sleep(5)
-    facts["ready_with_another"] = ready(fleet) == before
+    facts["ready_with_another"] = fleet.ready() == before
     fleet.kill("gateway")
     try:
         facts["no_gateway"] = tokens(client, "tiny-chat", PROMPTS["tiny-chat"][0])
@@ -259,7 +220,7 @@ def restarted(on_b, fleet: LocalFleet, client) -> Evidence:
         facts["no_gateway"] = error
     fleet.programs.start_gateway()
     began_s = time.monotonic()
-    wait_for("all instances", lambda: ready(fleet) == before, within_s=60)
+    wait_for("all instances", lambda: fleet.ready() == before, within_s=60)
     facts["known_again_s"] = time.monotonic() - began_s
     return Evidence(facts=facts, tokens={model: [tokens(client, model, PROMPTS[model][0])] for model in PROMPTS})
 
@@ -294,7 +255,7 @@ def hurt(restarted, fleet: LocalFleet, client, plans) -> Evidence:
         noticed_s: dict[str, float] = {}
 
         def all_noticed() -> bool:
-            up = ready(fleet)
+            up = fleet.ready()
             for what, name in names.items():
                 if name not in up:
                     noticed_s.setdefault(what, time.monotonic() - began_s)
@@ -312,7 +273,7 @@ def hurt(restarted, fleet: LocalFleet, client, plans) -> Evidence:
 
     done = fleet.reallocate(plans[1])
     assert done.outcome is Outcome.CONVERGED, f"{done.reason}\n{fleet.logs()}"
-    found.facts["old_ones"] = set(names.values()) & ready(fleet)
+    found.facts["old_ones"] = set(names.values()) & fleet.ready()
     found.tokens = {model: [tokens(client, model, PROMPTS[model][0])] for model in PROMPTS}
     return found
 

@@ -93,6 +93,13 @@ class LocalFleet:
         with urllib.request.urlopen(request, timeout=10) as response:
             return json.load(response)["instances"]
 
+    def ready(self) -> set[str]:
+        """Names of the instances that are ready; none where the gateway cannot be asked."""
+        try:
+            return {row["name"] for row in self.rows() if row["ready"]}
+        except OSError:
+            return set()
+
     def instances(self, model: str, *, phase: str | None = None) -> list[dict[str, Any]]:
         """Those that are ready; the gateway remembers some that have ended."""
         ready = (row for row in self.rows() if row["ready"])
@@ -139,7 +146,7 @@ def is_engine(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return b"coral_core.engine.plugin.serve" in command or b"VLLM::" in command or b"spawn_main" in command
+    return any(part in command for part in (b"coral_core.engine.plugin", b"VLLM::", b"spawn_main"))
 
 
 @contextmanager
@@ -150,8 +157,9 @@ def local_fleet(folder: Path, engine_python: Path, scenario: Path, **options: An
     run = folder / "run"
     with guarded(run), pytest.MonkeyPatch.context() as patch:
         patch.setenv(MARK, str(run))  # for the nodes that are started from here
+        resolved = resolve_scenario(load_scenario(str(scenario)))
         serving = write_serving(
-            resolve_scenario(load_scenario(str(scenario))),
+            resolved,
             str(scenario),
             run,
             models=models,
@@ -159,7 +167,7 @@ def local_fleet(folder: Path, engine_python: Path, scenario: Path, **options: An
             store_url=(run / "store").as_uri(),
             **options,
         )
-        oracle = start_oracle(engine_python, models)
+        oracle = start_oracle(engine_python, {one.shape.name: models[one.shape.name] for one in resolved.models})
         with Programs(serving=serving) as programs:
             programs.start_gateway()
             programs.start_coordinator()
