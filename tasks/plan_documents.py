@@ -307,12 +307,15 @@ def _notes(
     unrunnable: Collection[tuple[str, Phase]],
 ) -> list[str]:
     """What a reader must know beside the figures."""
+    unservable = _without_templates(resolved, problem)
+    lacking = {model.shape.name: phase.value for model, phase in unservable}
     notes = [
         _unservable(model, phase, resolved, left_out=(model.shape.name, phase) in unrunnable)
-        for model, phase in _without_templates(resolved, problem)
+        for model, phase in unservable
     ]
     notes += [
-        f"{item.model} {item.phase.value}: {item.unserved_frac:.1%} of the demand is not met for want of nodes"
+        f"{item.model} {item.phase.value}: {item.unserved_frac:.1%} of the demand is not met "
+        + (f"since its {lacking[item.model]} cannot be served" if item.model in lacking else "for want of nodes")
         for item in result.shortfall
         if item.unserved_frac > 0 and item.phase in _phases_with_templates(problem, item.model)
     ]
@@ -338,6 +341,8 @@ def _notes(
             f"{on_spot} instances run on spot nodes, which may be taken back at any time; "
             f"spot prices are as of {resolved.spot.as_of}"
         )
+    if resolved.scenario.capacity.pessimistic:
+        notes.append("capacities are the lower ends of their error bars (--pessimistic, `capacity.pessimistic: true`)")
     notes.append(headroom_note(headroom_rows(resolved)))
     apart = [m.shape.name for m in resolved.models if Phase.AGGREGATED not in m.phases]
     if apart:

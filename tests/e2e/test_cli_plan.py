@@ -265,3 +265,5 @@ def test_careful_plans_count_on_the_slow_end_once(coral, small):
         assert row["capacity_high"] is None
         assert row["error_unknown_frac"] == 0
     assert not any("slow end" in note for note in careful["notes"])
+    assert any("capacities are the lower ends" in note for note in careful["notes"])
+    assert not any("lower ends" in note for note in middle["notes"])
