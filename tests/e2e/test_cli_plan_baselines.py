@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from coral_core.cli.entry import run
 from coral_core.config.scenario import scenario_text
 
@@ -17,5 +19,12 @@ def test_a_model_that_asks_for_next_to_nothing_does_not_make_cauchy_dear(tmp_pat
     path = tmp_path / "little.yaml"
     path.write_text(text)
     assert run(["plan", "--scenario", str(path), "--dry-run", "--json"]) == 0
-    baselines = json.loads(capsys.readouterr().out)["baselines"]
+    found = json.loads(capsys.readouterr().out)
+    baselines, comparisons = found["baselines"], found["comparisons"]
     assert baselines["cauchy"]["objective_usd_per_h"] <= 1.2 * baselines["homo"]["objective_usd_per_h"]
+    # No error of an L40S is known, so that nobody is called the winner where it is used.
+    for name, beside in comparisons.items():
+        ratio = baselines[name]["objective_usd_per_h"] / found["objective_usd_per_h"]
+        assert beside["cost_ratio"] == pytest.approx(ratio)
+        assert beside["cost_verdict"] in ("error not known", "same")
+    assert set(comparisons) == set(baselines)
