@@ -52,6 +52,8 @@ class AgentSpec(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if not 0 < int(self.coordinator.rpartition(":")[2]) <= 65535:
+            raise ValueError(f"coordinator has a port that is none: {self.coordinator}")
         if (self.node is None) == (self.metadata is None):
             raise ValueError("give either node (who it is) or metadata (where to ask)")
         if self.first_port + self.ports > 65536:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 
 import msgspec
 import pytest
 
+from coral_core.config.agent import load_agent_file
 from coral_core.config.gateway import load_gateway_file, load_keys_file
 from coral_core.domain.workload import Phase, Slo
 from coral_core.errors import CoralError, InputError, ServingError
 from coral_core.serving.admin import checked_token
+from coral_core.serving.control.curve import KeyPair, read_allowed, read_private
+from coral_core.serving.control.messages import PROTOCOL, GarbageError, from_agent, from_coordinator
 from coral_core.serving.control.state_file import read_state, restored
 from coral_core.serving.gateway import _shaped
 from coral_core.serving.refusals import RefusedError
@@ -204,3 +208,39 @@ def test_a_lost_terminal_asks_to_end_and_nohup_is_respected():
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("endless", [b"\x91" * 200_000, b"\x81\xa1a" * 80_000])
+def test_a_message_that_nests_without_end_is_garbage(endless):
+    for payload in (endless, b"\x83\xa4type\xa9heartbeat\xa1z" + endless):
+        for read in (from_agent, from_coordinator):
+            with pytest.raises(GarbageError):
+                read([PROTOCOL, payload[: 256 * 1024]])
+
+
+def test_forty_characters_that_are_no_key_are_refused_before_zeromq_sees_them(tmp_path):
+    right, wrong = "0" * 40, "0" * 35 + "#" * 5
+    for name in ("public", "secret", "server"):
+        with pytest.raises(InputError, match=f"{name}: is no CURVE key"):
+            KeyPair(**{"public": right, "secret": right, "server": right, name: wrong})
+    path = tmp_path / "agents.allowed"
+    path.write_text(f"a {right}\nb {wrong}\n", encoding="utf-8")
+    with pytest.raises(InputError, match=r"agents\.allowed:2"):
+        read_allowed(path)
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "5", "[]", '{"public": 1, "secret": 2}', '{"public": "x"}'])
+def test_a_keys_file_that_is_none_is_told_by_its_path(tmp_path, text):
+    path = tmp_path / "agent.keys"
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o600)
+    with pytest.raises(InputError, match=r"agent\.keys"):
+        read_private(path)
+
+
+@pytest.mark.parametrize("port", [0, 65536, 99999])
+def test_an_agent_is_not_sent_to_a_port_that_is_none(tmp_path, port):
+    path = tmp_path / "agent.yaml"
+    path.write_text(json.dumps({"coordinator": f"tcp://h:{port}", "keys_file": "k", "metadata": {}}), encoding="utf-8")
+    with pytest.raises(InputError, match="a port that is none"):
+        load_agent_file(path)

@@ -17,6 +17,7 @@ from typing import Final
 from coral_core.errors import InputError
 
 KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_Z85: Final = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
@@ -31,8 +32,8 @@ class KeyPair:
 
     def __post_init__(self) -> None:
         for name in ("public", "secret", *(("server",) if self.server else ())):
-            if not KEY.fullmatch(getattr(self, name)):
-                raise InputError("is no CURVE key (40 characters)", where=name)
+            if not _is_key(getattr(self, name)):
+                raise InputError("is no CURVE key (40 characters of Z85)", where=name)
 
 
 def write_private(path: Path, pair: KeyPair) -> None:
@@ -64,7 +65,7 @@ def read_private(path: Path) -> KeyPair:
         return KeyPair(**json.loads(text))
     except InputError as error:
         raise error.at(str(path)) from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise InputError(
             f"is no file of keys: {error}", where=str(path), fix="they are made by: coral keys new"
         ) from None
@@ -83,7 +84,7 @@ def read_allowed(path: Path) -> dict[str, str]:
         if not line.strip() or line.startswith("# "):
             continue
         name, _, key = line.strip().partition(" ")
-        if not NAME.fullmatch(name) or not KEY.fullmatch(key.strip()):
+        if not NAME.fullmatch(name) or not _is_key(key.strip()):
             raise InputError("is no line `NAME PUBLIC-KEY`", where=f"{path}:{number}")
         if name in found.values() or key.strip() in found:
             raise InputError(f"{name} or its key is there twice", where=f"{path}:{number}")
@@ -126,6 +127,14 @@ class AllowedKeys:
             except InputError as error:
                 self.trouble = str(error)
         return self._allowed.get(public)
+
+
+def _is_key(text: str) -> bool:
+    """Whether this is Z85 of 32 bytes: five characters are four bytes, and not every five are."""
+    return KEY.fullmatch(text) is not None and all(
+        sum(_Z85.index(char) * 85 ** (4 - place) for place, char in enumerate(text[at : at + 5])) < 1 << 32
+        for at in range(0, len(text), 5)
+    )
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

@@ -176,7 +176,7 @@ def from_agent(frames: list[bytes]) -> AgentMessage:
     _check_version(frames)
     try:
         return _from_agent.decode(frames[1])
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise GarbageError(str(error)) from None
 
 
@@ -187,11 +187,11 @@ def from_coordinator(frames: list[bytes]) -> CoordinatorMessage:
     except OtherVersionError:
         try:
             return _refused.decode(frames[1])
-        except (msgspec.MsgspecError, ValueError):
+        except (msgspec.MsgspecError, ValueError, RecursionError):
             raise OtherVersionError(frames[0].decode(errors="replace")) from None
     try:
         return _from_coordinator.decode(frames[1])
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise GarbageError(str(error)) from None
 
 
