@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 import zmq
-from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 
 from coral_core.engine.plugin import stage_wire
 from coral_core.engine.plugin.stage_rank import end_with_parent
 from coral_core.engine.plugin.stage_wire import Hub, Inbox, Link, Outbox, Wire, keys_for, wait_for
-from tests.fakes import stage_pause
+from tests.fakes import stage_pace, stage_pause
 from tests.fakes.stage_engine import (
     LAYOUTS,
     REQUESTS,
@@ -186,69 +185,6 @@ def prefill_decode(model: str, port: int) -> dict[str, Any]:
     }
 
 
-LAYER_MS = {"a": 30.0, "b": 60.0, "c": 60.0, "d": 60.0, "e": 60.0}
-BATCH = 4
-PACE_STAGES: Stages = [(4, {"a": 2, "b": 1}), (4, {"c": 1, "d": 1, "e": 1})]
-
-
-def pace(model: str, port: int) -> dict[str, Any]:
-    """Tokens/s of unequal nodes: each takes so long per step and layer, whatever the step holds, up to BATCH requests."""
-    delays = {name: layers * LAYER_MS[name] for layers, own in PACE_STAGES for name in own}
-    os.environ["CORAL_NODE_DELAY_MS"] = ",".join(f"{name}={delay}" for name, delay in delays.items())
-    nodes = {name: {"max_num_seqs": BATCH} for name in delays}
-    engine = Engine(model, port, PACE_STAGES, nodes=nodes, layout={"silence_s": 15.0})
-    measured = paced(engine)
-    engine.settle()
-    return measured | {
-        "predicted_tokens_per_s": 1000 * min(sum(BATCH / delays[name] for name in own) for _, own in PACE_STAGES),
-        "chain_tokens_per_s": 1000 * BATCH / best_chain_ms(list(LAYER_MS.values()), 8),
-        "left_behind": engine.left_behind(),
-    }
-
-
-def chain(model: str, port: int) -> dict[str, Any]:
-    """Tokens/s of the best chain of the same nodes on stock vLLM's own pipeline: stages of 4, 2, 2 layers on a, b, c.
-
-    vLLM bounds requests, not requests per step: BATCH for each stage, of which there are as many steps in flight.
-    """
-    del port
-    layers = {"a": 4, "b": 2, "c": 2}
-    os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, layers.values()))
-    os.environ["CORAL_STAGE_DELAY_MS"] = ",".join(str(count * LAYER_MS[name]) for name, count in layers.items())
-    engine = Engine(
-        model,
-        0,
-        pipeline_parallel_size=len(layers),
-        distributed_executor_backend="mp",
-        worker_cls="tests.fakes.slow_worker.SlowWorker",
-        max_num_seqs=BATCH * len(layers),
-    )
-    return paced(engine) | {"chain_tokens_per_s": 1000 * BATCH / best_chain_ms(list(LAYER_MS.values()), 8)}
-
-
-def paced(engine: Engine) -> dict[str, Any]:
-    """Tokens/s between a fifth and four fifths of all tokens, and over all of the time."""
-    requests, each = 64, 18
-    for number in range(requests):
-        params = SamplingParams(temperature=0.0, max_tokens=each, ignore_eos=True)
-        engine.add(f"r{number}", prompt_of(number)[:8], params)
-    samples = [(time.monotonic(), 0)]
-    samples += ((time.monotonic(), sum(map(len, engine.tokens.values()))) for _ in engine.steps())
-    whole = requests * each
-    steady = [sample for sample in samples if 0.2 * whole <= sample[1] <= 0.8 * whole]
-    (began, before), (ended, after) = steady[0], steady[-1]
-    return {
-        "measured_tokens_per_s": (after - before) / (ended - began),
-        "overall_tokens_per_s": whole / (samples[-1][0] - samples[0][0]),
-    }
-
-
-def best_chain_ms(layer_ms: list[float], layers: int) -> float:
-    """The time per step of the slowest stage of the best chain, one node per stage, any of the nodes, any whole split."""
-    times = sorted({count * cost for cost in layer_ms for count in range(1, layers + 1)})
-    return next(time_ms for time_ms in times if sum(int(time_ms // cost) for cost in layer_ms) >= layers)
-
-
 def two_gpus(model: str, port: int) -> dict[str, Any]:
     """A stage of a node with tensor parallelism over two ranks beside one with a single rank."""
     engine = Engine(model, port, LAYOUTS["2-1"], nodes={"b": {"tp": 2}}, layout={"silence_s": 30.0})
@@ -360,10 +296,9 @@ def internals(model: str, port: int) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     "plain": plain,
     **{name: layout(name) for name in LAYOUTS},
-    **stage_pause.SCENARIOS,
     "kills": kills,
-    "pace": pace,
-    "chain": chain,
+    **stage_pace.SCENARIOS,
+    **stage_pause.SCENARIOS,
     "prefill-decode": prefill_decode,
     "two-gpus": two_gpus,
     "refusals": refusals,

@@ -2,7 +2,6 @@
 
 It comes to the engine, gets its layers, and then runs entries in the order of scheduling as soon as their activations are
 there. One thread: what comes in during a step waits, and the next step takes all of it that fits.
-`CORAL_NODE_DELAY_MS` (`a=50,b=100`), milliseconds per step of the nodes named, emulates unequal devices.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from coral_core.engine.plugin.stage_steps import Backlog, Entry, merged, merged_
 from coral_core.engine.plugin.stage_wire import Inbox, Link, Outbox, Wire, keys_for, wait_for
 
 logger = logging.getLogger("vllm.coral.stage")
-DELAY_VARIABLE: Final = "CORAL_NODE_DELAY_MS"
 _IDLE_S: Final = 0.5
 _HELLO_S: Final = 2.0
 _TRANSFER_S: Final = 0.005
@@ -49,7 +47,6 @@ class StageNode:
         self._secret = b""
         self._link = Link(wire=self._wire, address=f"tcp://{engine}", name=name)
         self._outbox = Outbox(self._wire, {})
-        self._delay_s = delay_s(os.environ.get(DELAY_VARIABLE, ""), name)
         self._finished: set[str] = set()
         self._first = True
         self._has_kv = False
@@ -109,7 +106,10 @@ class StageNode:
         self._ranks = Ranks(config, seat)
         scheduler = config.scheduler_config
         self._backlog = Backlog(
-            most_requests=node.max_num_seqs or scheduler.max_num_seqs, most_tokens=scheduler.max_num_batched_tokens
+            most_requests=node.max_num_seqs or scheduler.max_num_seqs,
+            most_tokens=scheduler.max_num_batched_tokens,
+            # Where requests come into the pipeline; later stages take what comes.
+            parts=len(layout.stages) if self._first else 1,
         )
         self._link.send("reply", address)
 
@@ -142,6 +142,7 @@ class StageNode:
 
     def _on_end(self, request_ids: list[str]) -> None:
         self._finished.update(request_ids)
+        self._backlog.drop(request_ids)
 
     def _on_drop(self, keys: list[tuple[int, str]], request_ids: list[str]) -> None:
         """Requests that will not be answered: what of them is in the backlog never runs."""
@@ -156,8 +157,6 @@ class StageNode:
         return self._first or entry.key in self._inbox.rows
 
     def _step(self, entries: list[Entry]) -> None:
-        if entries and self._delay_s:
-            time.sleep(self._delay_s)
         rows = {} if self._first else {entry.request_id: self._inbox.rows.pop(entry.key) for entry in entries}
         metadata = (self._metadata or StepMetadata()) if self._has_kv else None
         output = merged(entries, self._finished, metadata)
@@ -189,20 +188,6 @@ class StageNode:
 def cut(rows: torch.Tensor, places: list[slice]) -> torch.Tensor:
     """These rows of a tensor, one after another."""
     return rows[places[0]] if len(places) == 1 else torch.cat([rows[place] for place in places])
-
-
-def delay_s(text: str, name: str) -> float:
-    """The delay of node `name` by the text of CORAL_NODE_DELAY_MS, in seconds; 0 where it is not named. ValueError."""
-    delays: dict[str, float] = {}
-    for part in filter(None, text.replace(" ", "").split(",")):
-        node, _, figure = part.partition("=")
-        try:
-            delays[node] = float(figure)
-        except ValueError:
-            delays[node] = -1.0
-        if not 0.0 <= delays[node] < 60_000.0:
-            raise ValueError(f"{DELAY_VARIABLE}: {part!r} is not NAME=MILLISECONDS from 0 to 60000")
-    return delays.get(name, 0.0) / 1000.0
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -6,9 +6,11 @@ A node's step may hold entries of several scheduler steps: whatever is ready, in
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,7 @@ from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewReque
 from coral_core.engine.plugin.stage_layout import Path
 
 BlockIds = list[int]
+_SHARE: Final = 1.25
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,14 +62,15 @@ class PathSteps(SchedulerOutput):
 def united(steps: list[tuple[Path, SchedulerOutput]]) -> PathSteps:
     """What the engine core and its log read of the steps; requests differ between steps of different paths."""
     outputs = [output for _, output in steps]
-    tokens = {request_id: count for output in outputs for request_id, count in output.num_scheduled_tokens.items()}
-    whole = SchedulerOutput.make_empty()
-    whole.num_scheduled_tokens = tokens
-    whole.total_num_scheduled_tokens = sum(tokens.values())
+    whole: PathSteps = PathSteps.make_empty()
+    whole.steps = steps
+    whole.num_scheduled_tokens = {
+        request_id: count for output in outputs for request_id, count in output.num_scheduled_tokens.items()
+    }
+    whole.total_num_scheduled_tokens = sum(whole.num_scheduled_tokens.values())
     whole.finished_req_ids = set().union(*(output.finished_req_ids for output in outputs))
     whole.has_structured_output_requests = any(output.has_structured_output_requests for output in outputs)
-    fields = {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)}
-    return PathSteps(**fields, steps=steps)
+    return whole
 
 
 def outcome_of(tokens: dict[str, int]) -> SchedulerOutput:
@@ -161,21 +165,27 @@ def merged_grammar(entries: Sequence[Entry]) -> GrammarOutput | None:
 class Backlog:
     """A node's entries that wait: they run in the order of scheduling, a request's never two in one step.
 
+    A step takes one in `parts` of the requests that the node knows, and a quarter more: all in one step would go round as one,
+    and leave the other stages idle; without the quarter a request too many would make a step of its own.
     `ready`: whether what the entry needs from the stage before has come.
     """
 
-    def __init__(self, *, most_requests: int, most_tokens: int) -> None:
-        self._most_requests, self._most_tokens = most_requests, most_tokens
+    def __init__(self, *, most_requests: int, most_tokens: int, parts: int) -> None:
+        self._most_requests, self._most_tokens, self._parts = most_requests, most_tokens, parts
         self._entries: list[Entry] = []
+        self._known: set[str] = set()
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Behind those that wait."""
-        self._entries += entries
+        for entry in entries:
+            self._entries.append(entry)
+            self._known.add(entry.request_id)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget the entries of these requests."""
+        """Forget these requests."""
         gone = set(request_ids)
         self._entries = [entry for entry in self._entries if entry.request_id not in gone]
+        self._known -= gone
 
     def take(self, ready: Callable[[Entry], bool]) -> list[Entry]:
         """The next step's entries; the first ready one always fits."""
@@ -183,8 +193,9 @@ class Backlog:
         left: list[Entry] = []
         seen: set[str] = set()
         tokens = 0
+        most_requests = min(self._most_requests, math.ceil(_SHARE * len(self._known) / self._parts))
         for entry in self._entries:
-            fits = len(taken) < self._most_requests and (not taken or tokens + entry.tokens <= self._most_tokens)
+            fits = len(taken) < most_requests and (not taken or tokens + entry.tokens <= self._most_tokens)
             if fits and entry.request_id not in seen and ready(entry):
                 taken.append(entry)
                 tokens += entry.tokens
