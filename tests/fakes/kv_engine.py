@@ -22,6 +22,8 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from coral_core.clock import ListeningClock
+
 Json = dict[str, Any]
 
 
@@ -60,12 +62,12 @@ class Driver:
         return {}
 
     def collect(self, within_s: float) -> Json:
-        """What has finished, once all has, or when the time is over."""
-        ends_s = time.monotonic() + within_s
-        while self.waiting and time.monotonic() < ends_s:
+        """What has finished, once all has, or when the time is over; a pause of the machine is none of it."""
+        took_s = ListeningClock(time.monotonic)
+        while self.waiting and took_s() < within_s:
             self.step()
         finished, self.finished = self.finished, {}
-        return {"finished": finished, "waiting": sorted(self.waiting)}
+        return {"finished": finished, "waiting": sorted(self.waiting), "took_s": took_s()}
 
     def abort(self, ids: list[str]) -> Json:
         internal = [name for name in self.engine.output_processor.request_states if name.split("-")[0] in ids]
@@ -75,10 +77,10 @@ class Driver:
 
     def drained(self, within_s: float) -> Json:
         """How long until no block is in use, or the usage that is left when the time is over."""
-        begun_s = time.monotonic()
-        while (usage := self.scheduler.kv_cache_manager.usage) and time.monotonic() - begun_s < within_s:
+        took_s = ListeningClock(time.monotonic)
+        while (usage := self.scheduler.kv_cache_manager.usage) and took_s() < within_s:
             self.step()
-        return {"usage": usage, "took_s": time.monotonic() - begun_s}
+        return {"usage": usage, "took_s": took_s()}
 
     def evaluate(self, code: str) -> Json:
         """For what only this process can see or break."""
