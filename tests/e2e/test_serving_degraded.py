@@ -41,7 +41,7 @@ from tests.fakes.artifact_cases import draft_of
 from tests.fakes.local_fleet import PROMPTS, LocalFleet, kill, local_fleet, wait_for
 from tests.fakes.openai_streams import LongAnswer, LongStream, tokens
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 NOTICED_S = 15.0
 LONG_TOKENS = 600
@@ -132,7 +132,7 @@ class Wide:
                 reconcile=ReconcilePolicy(zones={("local", CONFIG): ("local-a",)}),
                 settle_s=0.0,
                 poll_s=0.5,
-                deadline_s=300.0,
+                deadline_s=500.0,
             ),
             ports=Ports(
                 provisioner=provider.provisioner,
