@@ -185,7 +185,7 @@ def _answer(url: str, model: str) -> str:
 
 def _print_how_to_ask(url: str, model: str) -> None:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 16})
-    print_text("Try it from another shell:")
+    print_text("Try it from another shell of this machine (no key is asked for; any is taken):")
     print_text(f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
     print_text(f"curl -s {url}/v1/models")
 
