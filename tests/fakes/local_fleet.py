@@ -209,7 +209,7 @@ def start_oracle(engine_python: Path, models: dict[str, Path]) -> Callable[[], d
 
 def wait_for(what: str, true: Callable[[], Any], *, within_s: float) -> Any:
     """What `true` gives once it is true; fails after `within_s`."""
-    waited_s = ListeningClock(time.monotonic, most_s=15.0)  # the machine may stand still, and what is asked take a while
+    waited_s = ListeningClock(time.monotonic, most_s=15.0)  # what is asked may take a while
     while True:
         found = true()
         if found:
