@@ -9,6 +9,7 @@ from cyclopts import App, Parameter
 
 from coral_core.cli.options import AsJson
 from coral_core.cli.output import print_json, print_text
+from coral_core.errors import InputError
 
 app = App(name="agent", help="A node's agent: registers with the coordinator and runs the node's engine.")
 
@@ -42,7 +43,11 @@ def run(
     settings: Settings = load_settings()
     if spec.engine_python is not None:
         settings = settings.model_copy(update={"engine_python": spec.engine_python})
-    interpreter = settings.engine_interpreter()
+    try:
+        interpreter = settings.engine_interpreter()
+    except InputError as error:
+        where = error.where if spec.engine_python is None else f"{config}: engine_python"
+        raise InputError(error.what, where=where, fix=error.fix) from None
     if check:
         if spec.node is not None:
             who_am_i(spec)

@@ -96,11 +96,12 @@ def _plan(spec: CoordinatorSpec, store: str | None) -> CoordinatorPlan:
     from coral_core.config.scenario import load_scenario
     from coral_core.config.settings import load_settings
     from coral_core.serving.control.coordinator import CoordinatorPlan
-    from coral_core.serving.control.curve import AllowedKeys, read_private
+    from coral_core.serving.control.curve import AllowedKeys
     from coral_core.serving.control.held import ControlTerms
+    from coral_core.serving.control.wire import read_matching
     from tasks.coordinator import launcher
 
-    pair = read_private(spec.keys_file)
+    pair = read_matching(spec.keys_file)
     resolved = resolve_scenario(load_scenario(spec.scenario), user_models=load_settings().models)
     return CoordinatorPlan(
         host=spec.listen.host,

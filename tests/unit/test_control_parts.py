@@ -45,6 +45,7 @@ from coral_core.serving.control.messages import (
     last_lines,
     shortened,
 )
+from coral_core.serving.control.wire import new_pair
 from coral_core.serving.signals import on_signals
 from tests.fakes.control_world import hello
 
@@ -101,11 +102,12 @@ def test_another_version_is_told_and_its_refusal_is_read():
 
 def test_private_files_are_private_and_stay_what_they_are(tmp_path):
     path = tmp_path / "deep" / "agent.keys"
-    pair = KeyPair(public=KEY, secret="b" * 40, server="c" * 40)
+    public, secret = new_pair()
+    pair = KeyPair(public=public, secret=secret, server="c" * 40)
     write_private(path, pair)
     assert path.stat().st_mode & 0o777 == 0o600
     assert read_private(path) == pair
-    assert "b" * 40 not in repr(pair)
+    assert secret not in repr(pair)
     with pytest.raises(InputError, match="is there already"):
         write_private(path, pair)
     assert agent_keys(path) == pair
@@ -125,8 +127,11 @@ def test_private_files_are_private_and_stay_what_they_are(tmp_path):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(InputError, match=complaint):
             read_private(path)
-    path.write_text(json.dumps({"public": KEY, "secret": KEY}), encoding="utf-8")
+    path.write_text(json.dumps({"public": public, "secret": secret}), encoding="utf-8")
     with pytest.raises(InputError, match="lacks `server`"):
+        agent_keys(path)
+    path.write_text(json.dumps({"public": KEY, "secret": secret, "server": KEY}), encoding="utf-8")
+    with pytest.raises(InputError, match="does not belong to its secret one"):
         agent_keys(path)
     with pytest.raises(InputError, match="cannot read the keys"):
         read_private(tmp_path / "none")

@@ -11,7 +11,7 @@ from typing import Final
 
 from coral_core.clock import Clock, ListeningClock
 from coral_core.errors import CoralError, InputError
-from coral_core.serving.control.curve import KeyPair, read_private
+from coral_core.serving.control.curve import KeyPair
 from coral_core.serving.control.messages import (
     Acknowledged,
     Bye,
@@ -35,7 +35,7 @@ from coral_core.serving.control.messages import (
 )
 from coral_core.serving.control.runner import NodeRunner, RunnerReport
 from coral_core.serving.control.say import Say
-from coral_core.serving.control.wire import AgentEnd
+from coral_core.serving.control.wire import AgentEnd, read_matching
 
 _LOOK_S: Final = 0.1
 _HELLO_S: Final = 1.0
@@ -89,7 +89,7 @@ async def attend(
 
 def agent_keys(path: Path) -> KeyPair:
     """An agent's keys. Raises InputError for a file that lacks the coordinator's public key, as for any that is wrong."""
-    pair = read_private(path)
+    pair = read_matching(path)
     if not pair.server:
         raise InputError("lacks `server`, the coordinator's public key", where=str(path), fix="coral keys new agent")
     return pair

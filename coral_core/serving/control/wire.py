@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
@@ -12,8 +13,8 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from coral_core.errors import ServingError
-from coral_core.serving.control.curve import AllowedKeys, KeyPair
+from coral_core.errors import InputError, ServingError
+from coral_core.serving.control.curve import AllowedKeys, KeyPair, read_private
 from coral_core.serving.control.messages import MOST_BYTES
 
 _QUEUE: Final = 64
@@ -30,6 +31,15 @@ def new_pair() -> tuple[str, str]:
 def public_of(secret: str) -> str:
     """The public key that belongs to a secret one."""
     return zmq.curve_public(secret.encode("ascii")).decode("ascii")
+
+
+def read_matching(path: Path) -> KeyPair:
+    """The pair in a private file, whose halves belong together: others shake hands for ever. Raises InputError."""
+    pair = read_private(path)
+    if public_of(pair.secret) != pair.public:
+        fix = "take the file as `coral keys new` made it"
+        raise InputError("its public key does not belong to its secret one", where=str(path), fix=fix)
+    return pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
