@@ -122,5 +122,7 @@ def serves_alike(one: AllocationResult, other: AllocationResult) -> bool:
 
 def cost_comparison(ours: Sequence[CostPart], theirs: Sequence[CostPart], *, same_demand: bool) -> dict[str, Any]:
     """Their cost over ours, between which it lies within the error bars, and what that says: `cost_ratio`, `cost_verdict`, ..."""
-    found = asdict(compare_costs(ours, theirs, same_demand=same_demand))
+    found = {
+        f"cost_{name}": value for name, value in asdict(compare_costs(ours, theirs, same_demand=same_demand)).items()
+    }
     return {**found, "cost_verdict": str(found["cost_verdict"])}

@@ -47,12 +47,12 @@ class CostPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostComparison:
-    """Another plan's cost over ours; the bounds are None where an error that matters is not known, all three where ours is 0."""
+    """Another plan's cost over ours, a pure number; the bounds are None where an error that matters is not known, all three where ours is 0."""
 
-    cost_ratio: float | None
-    cost_ratio_low: float | None
-    cost_ratio_high: float | None
-    cost_verdict: CostVerdict
+    ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
+    verdict: CostVerdict
 
 
 def compare_costs(ours: Iterable[CostPart], theirs: Iterable[CostPart], *, same_demand: bool) -> CostComparison:
@@ -64,10 +64,10 @@ def compare_costs(ours: Iterable[CostPart], theirs: Iterable[CostPart], *, same_
     if own_usd > 0 and slack_usd is not None:
         bounds = ((other_usd - slack_usd) / own_usd, (other_usd + slack_usd) / own_usd)
     return CostComparison(
-        cost_ratio=other_usd / own_usd if own_usd > 0 else None,
-        cost_ratio_low=bounds[0],
-        cost_ratio_high=bounds[1],
-        cost_verdict=_verdict(difference_usd, slack_usd, SAME_FRAC * max(own_usd, other_usd))
+        ratio=other_usd / own_usd if own_usd > 0 else None,
+        ratio_low=bounds[0],
+        ratio_high=bounds[1],
+        verdict=_verdict(difference_usd, slack_usd, SAME_FRAC * max(own_usd, other_usd))
         if same_demand
         else CostVerdict.OTHER_DEMAND,
     )
