@@ -6,14 +6,19 @@ up only when every one of them is. Nothing here does I/O.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from typing import Final
 
 from coral_core.domain.hardware import Market
 from coral_core.domain.templates import ServingTemplate
 from coral_core.domain.workload import Phase
+
+INSTANCE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""What a serving instance may be called wherever it is a path, a label or a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

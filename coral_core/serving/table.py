@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from coral_core.domain.fleet import INSTANCE_NAME
 from coral_core.domain.workload import Phase, Slo
 from coral_core.errors import InputError, ServingError, unknown_name
 from coral_core.routing import Rotation, max_handover_s, max_wait_s
 
-NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 URL: Final = re.compile(r"http://(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
 _WEIGHTS: Final = (1e-9, 1e15)
 _MEAN_TOKENS: Final = (1e-3, 1e9)
@@ -75,7 +75,7 @@ class InstanceSpec:
     weight: float = 0.0
 
     def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name):
+        if not INSTANCE_NAME.fullmatch(self.name):
             raise InputError(f"{self.name[:200]!r} is no name of an instance", where="name", fix="letters, digits, ._-")
         if not (found := URL.fullmatch(self.url)) or not 0 < int(found[1] or 80) <= 65535:
             raise InputError(f"{self.url[:200]!r} is no address", where=f"{self.name}.url", fix="http://HOST:PORT")

@@ -6,17 +6,22 @@ import asyncio
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from coral_core.clock import SystemClock
 from coral_core.config.agent import load_agent_file
 from coral_core.config.gateway import load_gateway_file, load_keys_file
 from coral_core.domain.workload import Phase, Slo
 from coral_core.errors import CoralError, InputError, ServingError
 from coral_core.serving.admin import checked_token
+from coral_core.serving.control.coordinator import _Coordinator
 from coral_core.serving.control.curve import KeyPair, read_allowed, read_private
-from coral_core.serving.control.messages import PROTOCOL, GarbageError, from_agent, from_coordinator
+from coral_core.serving.control.held import ControlTerms, Tell
+from coral_core.serving.control.instances import Instances
+from coral_core.serving.control.messages import PROTOCOL, GarbageError, Refused, from_agent, from_coordinator
 from coral_core.serving.control.state_file import read_state, restored
 from coral_core.serving.gateway import _shaped
 from coral_core.serving.refusals import RefusedError
@@ -24,6 +29,7 @@ from coral_core.serving.request import TEXT, parse_request
 from coral_core.serving.signals import on_signals
 from coral_core.serving.sse import BrokenStreamError, EventRelay, read_whole
 from coral_core.serving.table import InstanceSpec, ModelTerms, RoutingTable
+from tests.fakes.control_world import hello
 
 DEEP = b"[" * 5000 + b"]" * 5000
 ROW = {
@@ -244,3 +250,32 @@ def test_an_agent_is_not_sent_to_a_port_that_is_none(tmp_path, port):
     path.write_text(json.dumps({"coordinator": f"tcp://h:{port}", "keys_file": "k", "metadata": {}}), encoding="utf-8")
     with pytest.raises(InputError, match="a port that is none"):
         load_agent_file(path)
+
+
+@pytest.mark.parametrize("name", ["", "a/../b", "\u00e4", "a b", "x" * 129, "x\n"])
+def test_an_instance_that_the_gateway_could_not_name_is_refused_before_it_starts_an_engine(name):
+    instances = Instances(ControlTerms(), name="c")
+    [told] = instances.hello(b"1", "key", hello(name), 0.0)
+    assert isinstance(told, Tell)
+    assert isinstance(told.message, Refused)
+    assert "is no name of an instance" in told.message.reason
+    assert not instances.held
+
+
+def test_a_state_that_cannot_be_written_down_is_told_once_and_when_it_can_again(tmp_path):
+    told: list[str] = []
+    folder = tmp_path / "state"
+    folder.write_text("in the way", encoding="utf-8")
+    plan = SimpleNamespace(folder=folder, terms=ControlTerms(), allowed=SimpleNamespace(trouble=""))
+    end = SimpleNamespace(endpoint="tcp://h:1", refused_keys=0, dropped=0)
+    one = _Coordinator(plan, SystemClock(), end, SimpleNamespace(), lambda _event, text, **_: told.append(text))
+    told.clear()
+    one._write()
+    one._write()
+    assert len(told) == 1
+    assert "cannot write down the state" in told[0]
+    folder.unlink()
+    one._write()
+    one._write()
+    assert told[1:] == ["the state is written down again"]
+    assert read_state(folder)["instances"] == []

@@ -90,7 +90,7 @@ class _Coordinator:
         self.plan, self.clock, self.end, self.gateway, self.say = plan, clock, end, gateway, say
         self.instances = Instances(plan.terms, name=uuid.uuid4().hex[:12], held=self._remembered())
         self.counts: Counter[str] = Counter()
-        self.gateway_trouble = ""
+        self.gateway_trouble = self.state_trouble = ""
         self.changed, self.unwritten = asyncio.Event(), asyncio.Event()
         self.asking: set[asyncio.Task[None]] = set()
 
@@ -256,10 +256,14 @@ class _Coordinator:
                 "gateway_trouble": self.gateway_trouble,
             },
         )
+        trouble = ""
         try:
             write_state(self.plan.folder, document)
         except ServingError as error:
-            self.say("note", str(error), reason=str(error))
+            trouble = str(error)
+        if trouble != self.state_trouble:
+            self.state_trouble = trouble
+            self.say("note", trouble or "the state is written down again", reason=trouble)
 
 
 async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
+from coral_core.domain.fleet import INSTANCE_NAME
 from coral_core.domain.launch import LaunchPlan
 from coral_core.serving.control.held import (
     AskPlan,
@@ -71,6 +72,14 @@ class Instances:
         tags = hello.tags
         if not 0 <= tags.node < tags.nodes <= MOST_NODES:
             return [_refusal(connection, f"node {tags.node} of {tags.nodes} is none")]
+        if not INSTANCE_NAME.fullmatch(
+            tags.instance_id
+        ):  # the gateway would not have it, and nobody could use its engine
+            return [
+                _refusal(
+                    connection, f"{tags.instance_id[:200]!r} is no name of an instance", fix="letters, digits, ._-"
+                )
+            ]
         one = self.held.get(tags.instance_id)
         if one is None:
             if len(self.held) >= MOST_INSTANCES:

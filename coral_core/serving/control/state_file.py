@@ -66,7 +66,9 @@ def write_state(folder: Path, document: Mapping[str, object]) -> None:
         partial.write_text(json.dumps(document, indent=1), encoding="utf-8")
         partial.replace(folder / STATE_FILE)
     except OSError as error:
-        raise ServingError(f"cannot write down the state: {error}", where=str(folder)) from None
+        what = f"cannot write down the state: {error.strerror or error}"
+        fix = "make it a folder that can be written to; until then a restart learns only what agents and gateway say"
+        raise ServingError(what, where=str(folder), fix=fix) from None
 
 
 def read_state(folder: Path) -> dict[str, Any]:
