@@ -84,8 +84,8 @@ async def refuse(send: Send, error: RefusedError, headers: Headers = ()) -> None
 
 
 @asynccontextmanager
-async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """Ends what runs inside when the client leaves; ClientGoneError then."""
+async def while_connected(receive: Receive, *, served: Callable[[], bool]) -> AsyncIterator[None]:
+    """Ends what runs inside when the client leaves, unless it is `served` by then; ClientGoneError then."""
     task = asyncio.current_task()
     left = False
 
@@ -93,8 +93,8 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
         nonlocal left
         while (await receive())["type"] != "http.disconnect":
             pass
-        left = True
-        if task is not None:
+        if task is not None and not served():
+            left = True
             task.cancel()
 
     watcher = asyncio.ensure_future(watch())

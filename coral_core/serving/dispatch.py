@@ -41,6 +41,11 @@ class Answer:
     input_tokens: int | None = None
     output_tokens: int | None = None
 
+    @property
+    def whole(self) -> bool:
+        """Whether nothing more of it will come."""
+        return self.relay is None or self.relay.done
+
     async def rest(self) -> AsyncIterator[bytes]:
         """What follows the first event. Raises UpstreamError where the stream ends before the answer does."""
         relay, response = self.relay, self.response

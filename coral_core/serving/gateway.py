@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Exchange:
-    """One request on its way. `status` is what the metrics say of it, `begun` whether anything has been sent."""
+    """One request on its way. `status` is what the metrics say of it, `begun` whether anything has been sent, `served` all."""
 
     send: Send
     request_id: str
@@ -64,6 +64,7 @@ class _Exchange:
     model: str = ""
     status: str = ""
     begun: bool = False
+    served: bool = False
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -176,7 +177,7 @@ class Gateway:
         ticket = waiting.admit(now_s) if request.stream else waiting.admit(now_s, heard_by_s=now_s + ttft_s)
         try:
             async with (
-                while_connected(receive),
+                while_connected(receive, served=lambda: exchange.served),
                 self.patience.limit(terms.request_s),
                 self._dispatcher.answer(request, ticket, exchange.request_id) as found,
             ):
@@ -202,6 +203,7 @@ class Gateway:
             decode_s = self.clock.monotonic_s() - first_s
         else:
             await answer(exchange.send, 200, found.first, [JSON, *exchange.headers])
+            exchange.served = True
         exchange.status = "200"
         found.member.failures = 0
         if found.input_tokens is not None and found.output_tokens is not None:
@@ -234,12 +236,14 @@ class Gateway:
             async with self.patience.limit(stall_s) as limit:
                 await start(send, 200, [*_STREAM, *exchange.headers])
                 await send({"type": "http.response.body", "body": found.first, "more_body": True})
+                exchange.served = found.whole
                 sending = False
                 renew()
                 async for events in found.rest():
                     sending = True
                     renew()
                     await send({"type": "http.response.body", "body": events, "more_body": True})
+                    exchange.served = found.whole
                     sending = False
         except UpstreamError as error:
             self._dispatcher.failed(found.member, error)

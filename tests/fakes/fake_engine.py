@@ -34,12 +34,13 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One answer. `after`: tokens before the fault; `delay_s`: before the answer begins; `pause_s`: between tokens."""
+    """One answer. `after`: tokens before the fault; `delay_s`: before the answer begins; `pause_s`: between tokens; `linger_s`: after [DONE]."""
 
     way: Way = Way.WELL
     after: int = 0
     delay_s: float = 0.0
     pause_s: float = 0.0
+    linger_s: float = 0.0
     status: int = 500
     body: bytes = b'{"error":{"message":"as told","type":"server_error","code":500}}'
     tokens: int = 0
@@ -150,6 +151,7 @@ class FakeEngine:
             usage = {"prompt_tokens": 7, "completion_tokens": count, "total_tokens": 7 + count}
             await response.write(_line({**self._frame(chat=chat), "choices": [], "usage": usage}))
         await response.write(b"data: [DONE]\n\n")
+        await self._wait(turn.linger_s)
         return response
 
     async def _fault(

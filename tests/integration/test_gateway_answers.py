@@ -220,6 +220,27 @@ def test_a_client_that_leaves_aborts_its_request_at_the_engine():
     asyncio.run(go())
 
 
+def test_a_client_that_leaves_once_it_has_all_was_served(monkeypatch):
+    monkeypatch.setattr(
+        "coral_core.serving.dispatch._LAST_BYTES_S", 1.0
+    )  # so that it surely leaves before that is over
+
+    async def go():
+        async with gateway_case() as case:
+            case.engines["a"].tell(linger_s=60.0)
+            async with case.session.post(case.url + CHAT, json=chat(stream=True)) as response:
+                heard = b""
+                while not heard.endswith(b"data: [DONE]\n\n"):
+                    heard += await response.content.readany()
+                response.close()
+            await until(lambda: case.gateway.running == 0)
+            found = case.gateway.metrics.text().decode()
+            assert 'requests_total{model="tiny",status="200"} 1.0' in found
+            assert 'status="499"' not in found
+
+    asyncio.run(go())
+
+
 @pytest.mark.servers
 def test_a_client_that_does_not_read_is_given_up():
     async def go():
