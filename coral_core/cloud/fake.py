@@ -352,6 +352,7 @@ class FakeEngine:
     def _answers(self, instance: Instance) -> bool:
         return (
             instance.template_id not in self.broken
+            and not instance.missing
             and len(self._alive(instance)) == len(instance.nodes)
             and (self.cloud.clock.now() - instance.launched_at).total_seconds() >= self.cloud.boot_s + self.boot_s
         )
