@@ -54,7 +54,7 @@ def silence(model: str, port: int) -> dict[str, Any]:
 
 def pause(model: str, port: int) -> dict[str, Any]:
     """Engine and nodes stand still together under load, for longer than any of their limits; then one node alone."""
-    os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(int(SILENCE_S))
+    os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(int(PAUSE_S - 1.0))
     stage_wire.ENGINE_SILENCE_S = SILENCE_S
     stand_still = fork_pauser()  # before this process has threads
     engine = Engine(model, port, LAYOUTS["2-1"], layout={"silence_s": SILENCE_S})
