@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Parameter, validators
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 PORTS_EACH = 16
 """Ports of each node, one after another where several are on one host."""
+_HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*")
 
 
 def launch(
@@ -87,6 +89,10 @@ def _places(stages: Sequence[Mapping[str, Any]], hosts: Sequence[str], first_por
             f"the template has {len(configs)} nodes ({', '.join(configs)}), and {len(addresses)} addresses are given",
             where="--host",
             fix="give one for each node, or one for all",
+        )
+    if wrong := [address for address in hosts if not _HOST.fullmatch(address)]:
+        raise InputError(
+            f"{wrong[0][:100]!r} is no address", where="--host", fix="a name or an IP address, without a port"
         )
     on_host: Counter[str] = Counter()
     places = []

@@ -42,7 +42,12 @@ def launch_plan(
     model = terms.models.get((template.model, template.variant))
     if model is None:
         known = [f"{name} {variant}" for name, variant in terms.models]
-        raise unknown_name("model in the engine's terms", f"{template.model} {template.variant}", known)
+        raise unknown_name(
+            "model in the engine's terms",
+            f"{template.model} {template.variant}",
+            known,
+            where="the engine file's `models`",
+        )
     by_connector = Runtime.CORAL in terms.runtimes and template.phase in KV_ROLES
     can = runnable(template, layouts, shape, runtimes=[Runtime.CORAL] if by_connector else terms.runtimes)
     if can.runtime is None:

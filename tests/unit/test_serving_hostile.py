@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from coral_core.cli.plan_launch import _places
 from coral_core.clock import SystemClock
 from coral_core.config.agent import load_agent_file
 from coral_core.config.gateway import load_gateway_file, load_keys_file
@@ -279,3 +280,12 @@ def test_a_state_that_cannot_be_written_down_is_told_once_and_when_it_can_again(
     one._write()
     assert told[1:] == ["the state is written down again"]
     assert read_state(folder)["instances"] == []
+
+
+@pytest.mark.parametrize("host", ["", "a b/..", "--trust-remote-code", "http://h", "h:80", "[::1]", "x\n"])
+def test_commands_are_not_shown_for_an_address_that_is_none(host):
+    stages = [{"nodes": ["c", "c"]}]
+    with pytest.raises(InputError, match=r"--host: .* is no address"):
+        _places(stages, [host], 8000)
+    for right in ("::1", "10.0.0.1", "node-1.local"):
+        assert [place.host for place in _places(stages, [right], 8000)] == [right, right]
