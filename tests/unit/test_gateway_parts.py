@@ -390,7 +390,7 @@ def test_a_client_that_leaves_while_it_sends_is_gone():
 
 def test_what_cancels_from_elsewhere_is_no_client_that_left():
     async def go():
-        async with while_connected(Wire().receive):
+        async with while_connected(Wire().receive, served=lambda: False):
             await asyncio.sleep(60)
 
     async def cancelled():
