@@ -258,6 +258,7 @@ def test_what_the_connector_relies_on_in_vllm_is_as_it_was(fleet):
         f"if callable(getattr(half, name)) and name in vars({base}.KVConnectorBase_V1) and not name.startswith('__')]"
     )
     expected = {
+        "bind_connector_metadata": ["self", "connector_metadata"],
         "build_connector_meta": ["self", "scheduler_output"],
         "get_handshake_metadata": ["self"],
         "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],

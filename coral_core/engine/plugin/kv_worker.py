@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorTransferResults,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -75,8 +76,13 @@ class WorkerSide(KVConnectorBase_V1):
         """What this engine's scheduler is to know of this worker."""
         return self._hello
 
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401, ARG002 - vLLM's
-        """Begin what the scheduler says with this step."""
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin what the scheduler says with this step.
+
+        Not in `start_load_kv`: vLLM 0.32 calls that after the forward pass, which on a CPU is a step later, also for leases
+        that others wait for. Beginning takes no time here: other threads do the work.
+        """
+        super().bind_connector_metadata(connector_metadata)
         step = self._get_connector_metadata()
         assert isinstance(step, StepMetadata)
         for request_id, grant in step.grants.items():
@@ -99,6 +105,9 @@ class WorkerSide(KVConnectorBase_V1):
             self._puller.cancel(request_id)
         for address, message in step.tells if self._id == (0, 0) else ():
             self._puller.tell(address, message)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Nothing: it has begun."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002 - vLLM's
         """The requests whose blocks need not be kept any more, and those whose fetch has ended, well or not."""
