@@ -63,18 +63,21 @@ class StageWorker(CPUWorker):
         return times
 
     def _slow_down(self) -> None:
-        """Sleep in every step once its input is there: a later stage would otherwise sleep beside the one before it."""
-        own = self.model_runner.execute_model
+        """Sleep where the layers compute: a stage's input is there by then, and KV transfers of the step have begun."""
+        runner = self.model_runner
+        execute, forward = runner.execute_model, runner._model_forward  # noqa: SLF001 - vLLM made it to be overridden
+        tokens = 0
 
-        def slowed(scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:  # noqa: ANN401 - vLLM's
+        def executed(scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:  # noqa: ANN401 - vLLM's
+            nonlocal tokens
             tokens = scheduler_output.total_num_scheduled_tokens
-            if tokens:
-                if hasattr(intermediate_tensors, "wait_for_comm"):
-                    intermediate_tensors.wait_for_comm()
-                time.sleep(self._delay_s + tokens * self._token_delay_s)
-            return own(scheduler_output, intermediate_tensors)
+            return execute(scheduler_output, intermediate_tensors)
 
-        self.model_runner.execute_model = slowed
+        def slowed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+            time.sleep(self._delay_s + tokens * self._token_delay_s)
+            return forward(*args, **kwargs)
+
+        runner.execute_model, runner._model_forward = executed, slowed  # noqa: SLF001
 
 
 def stage_delay_s(text: str, stage: int, stages: int) -> float:
