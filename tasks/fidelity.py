@@ -370,14 +370,11 @@ class Bench:
                 options=SimOptions(end_s=1e5, block_tokens=BLOCK_TOKENS, compiled=False),
             )
         ).requests
-        if not apart:
-            steps = np.maximum(trace.output_tokens - 1, 1)
-            return Latencies(
-                ttft_s=outcome.first_token_s - trace.arrival_s,
-                tpot_s=(outcome.finish_s - outcome.first_token_s) / steps,
-            )
-        tpot_s = (outcome.finish_s - outcome.decode_s) / trace.output_tokens
-        return Latencies(ttft_s=outcome.decode_s + tpot_s - trace.arrival_s, tpot_s=tpot_s)
+        first_s = outcome.second_token_s if apart else outcome.first_token_s
+        return Latencies(
+            ttft_s=first_s - trace.arrival_s,
+            tpot_s=(outcome.finish_s - first_s) / np.maximum(trace.output_tokens - 1, 1),
+        )
 
     def _instances(self, serving: Serving, timing: ProfiledTiming, blocks: int) -> Iterator[SimInstance]:
         layers = self.spec.split_layers if serving is Serving.PIPELINE else (self.shape.layers,)

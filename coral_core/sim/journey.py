@@ -38,6 +38,7 @@ from coral_core.sim.columns import (
     Q_DECODE,
     Q_FINISH,
     Q_FIRST,
+    Q_SECOND,
     Q_SCHEDULED,
     QUEUED,
     R_BLOCKS,
@@ -187,6 +188,8 @@ def emit(w: World, r: int) -> None:
     if w.req[r, R_GENERATED] == 1:
         w.reqf[r, Q_FIRST] = w.now[0]
         w.inst_stat[epoch, i, B_FIRST] += 1
+    elif w.req[r, R_GENERATED] == 2:
+        w.reqf[r, Q_SECOND] = w.now[0]
     if w.req[r, R_GENERATED] == w.req[r, R_OUTPUT]:
         _book(w, r, 0)
         detach(w, r)

@@ -36,7 +36,7 @@ class RequestStatus(IntEnum):
 class RequestOutcome:
     """Per request, (n,), in the order given. Instants are NaN where they never came, instances -1.
 
-    `first_token_s` is the end of the prompt's last chunk, `finish_s` the last token's instant (or that of rejection or
+    `first_token_s` is the end of the prompt's last chunk, `second_token_s` of the first step that only decodes, `finish_s` the last token's instant (or that of rejection or
     failure); `scheduled_s` the first computation, `decode_s` when its KV was where it decodes. `prefill_instance` and `instance` (the last one) index the outcome's
     `instances`.
     """
@@ -44,6 +44,7 @@ class RequestOutcome:
     status: NDArray[np.int8]
     scheduled_s: Floats
     first_token_s: Floats
+    second_token_s: Floats
     decode_s: Floats
     finish_s: Floats
     generated_tokens: Ints
@@ -116,6 +117,7 @@ def outcome_of(packed: Packed, end_s: float) -> SimOutcome:
         status=status,
         scheduled_s=instants[:, c.Q_SCHEDULED],
         first_token_s=instants[:, c.Q_FIRST],
+        second_token_s=instants[:, c.Q_SECOND],
         decode_s=instants[:, c.Q_DECODE],
         finish_s=instants[:, c.Q_FINISH],
         generated_tokens=w.req[:, c.R_GENERATED].copy(),

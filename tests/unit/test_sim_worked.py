@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -371,3 +372,22 @@ def test_too_long_a_queue_turns_requests_away():
     assert outcome.fleet.rejected_requests.sum() == 2
     assert outcome.fleet.arrived_requests.sum() == 6
     assert np.isnan(outcome.requests.first_token_s[5])
+
+
+def test_the_second_token_comes_a_step_after_the_first_and_never_where_there_is_none():
+    one = instance("i", stage(node(fixed_s=1.0)))
+    outcome = simulate(simulation([one], requests((0.0, 1, 3), (10.0, 1, 1)), end_s=100.0)).requests
+    assert outcome.first_token_s.tolist() == [1.0, 11.0]
+    assert outcome.second_token_s.tolist() == pytest.approx([2.0, math.nan], nan_ok=True)
+    assert outcome.finish_s.tolist() == [3.0, 11.0]
+
+
+def test_after_a_hand_over_the_second_token_waits_for_the_step_in_which_the_kv_came():
+    """The decode instance steps once a second for the first request; the second one's KV comes in the middle of a step."""
+    prefill = instance("p", stage(node(fixed_s=0.5)), phase=Phase.PREFILL)
+    decode = instance("d", stage(node(fixed_s=1.0)), phase=Phase.DECODE)
+    outcome = simulate(simulation([prefill, decode], requests((0.0, 1, 20), (5.5, 1, 3)), end_s=100.0)).requests
+    assert outcome.first_token_s.tolist() == [0.5, 6.0]
+    # KV is asked for when the step ends at 6.5, and decoded from the next step on, which begins at 7.5.
+    assert outcome.second_token_s.tolist() == [1.5, 8.5]
+    assert outcome.finish_s[1] == 9.5
