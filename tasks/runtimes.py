@@ -204,9 +204,14 @@ def _notes(document: Mapping[str, Any], unrunnable_instances: int, *, made_for: 
     if not unrunnable_instances:
         return []
     stock = by_names[restriction_text([Runtime.VLLM])]
+    many = (
+        "1 instance is of a template"
+        if unrunnable_instances == 1
+        else f"{unrunnable_instances} instances are of templates"
+    )
     return [
         (
-            f"{unrunnable_instances} instances are of templates that no runtime can run: a plan to compare with, not to "
+            f"{many} that no runtime can run: a plan to compare with, not to "
             f"serve on; `runtimes: [vllm]` in the scenario plans with what vLLM runs: {extra_text(stock)}"
         )
     ]
