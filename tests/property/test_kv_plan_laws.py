@@ -192,8 +192,8 @@ class Leases(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now_s = 0.0
-        self.table = LeaseTable(10.0, lambda: self.now_s)
+        self.clock_s = self.now_s = 0.0  # what the machine's clock says; the part of it in which the producer listened
+        self.table = LeaseTable(10.0, lambda: self.clock_s)
         self.ends_at_s: dict[str, float] = {}
         self.done: dict[str, set[str]] = {}
         self.reading: dict[str, list] = {}
@@ -207,9 +207,18 @@ class Leases(RuleBasedStateMachine):
         self.table.grant(name, f"request {name}", [1], 5)
         self.ends_at_s[name], self.done[name], self.reading[name] = self.now_s + 10.0, set(), []
 
-    @rule(seconds=st.floats(0.0, 15.0))
-    def wait(self, seconds):
-        self.now_s += seconds
+    @rule(quarters=st.integers(0, 60))
+    def wait(self, quarters):
+        for _ in range(quarters):
+            self.clock_s += 0.25
+            self.now_s += 0.25
+            self.table.tick()
+
+    @rule(seconds=st.integers(1, 100))
+    def stand_still(self, seconds):
+        self.clock_s += seconds
+        self.now_s += 1.0
+        self.table.tick()
 
     def over(self, name: str) -> bool:
         return len(self.done[name]) >= 2
