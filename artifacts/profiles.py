@@ -30,7 +30,7 @@ SCHEMA: Final = pa.schema(
         pa.field("requests", pa.float64(), nullable=False),
         pa.field("tokens", pa.float64(), nullable=False),
         pa.field("layer_s", pa.float64(), nullable=False),
-        pa.field("fixed_s", pa.float64(), nullable=False),
+        pa.field("fixed_s", pa.float64()),
         pa.field("samples", pa.int64()),
         pa.field("cv_frac", pa.float64()),
     ]

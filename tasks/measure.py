@@ -278,7 +278,7 @@ def profile_rows(published: Published) -> list[dict[str, object]]:
             "requests": int(point.requests),
             "tokens": int(point.tokens),
             "layer_ms": round(point.layer_s * 1e3, 4),
-            "fixed_ms": round(point.fixed_s * 1e3, 4),
+            "fixed_ms": None if point.fixed_s is None else round(point.fixed_s * 1e3, 4),
             "cv_frac": None if point.cv_frac is None else round(point.cv_frac, 4),
             "label": "measured",
         }

@@ -44,7 +44,7 @@ def read_points(file: Path) -> list[ProfilePoint]:
                 requests=_read(float, row, "requests", where),
                 tokens=_read(float, row, "tokens", where),
                 layer_s=_read(float, row, "layer_ms", where) * MS,
-                fixed_s=_read(float, row, "fixed_ms", where) * MS if row.get("fixed_ms") else 0.0,
+                fixed_s=_read(float, row, "fixed_ms", where) * MS if row.get("fixed_ms") else None,
                 samples=_read(int, row, "samples", where) if row.get("samples") else None,
                 cv_frac=_read(float, row, "cv_frac", where) if row.get("cv_frac") else None,
             )

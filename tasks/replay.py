@@ -221,7 +221,8 @@ def why_not_simulated(resolved: ResolvedScenario) -> str:
 def _measured(resolved: ResolvedScenario, spec: BuildSpec) -> dict[tuple[str, str], Timings]:
     """Timings from the profiles by (model, variant). Raises DataGapError for a profile that lacks one of both phases."""
     phases = {model.shape.name: model.phases for model in resolved.models}
-    return {key: profiled_timings(profiles, phases[key[0]]) for key, profiles in spec.profiles.items()}
+    assumed_s = spec.assumptions.step_overhead_s
+    return {key: profiled_timings(own, phases[key[0]], assumed_fixed_s=assumed_s) for key, own in spec.profiles.items()}
 
 
 def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans, *, tables: Sequence[CapacityTable] | None = None) -> Fleet:

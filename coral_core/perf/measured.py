@@ -42,9 +42,10 @@ def measured_layer_s(profile: Profile, phase: Phase, tp: int, step: Step, length
     return np.minimum(total, UNKNOWN_S)
 
 
-def measured_fixed_s(profile: Profile, phase: Phase, tp: int) -> float:
-    """The fixed part of a step."""
-    return max(profile.require(part, tp).fixed_s for part in _parts(phase))
+def measured_fixed_s(profile: Profile, phase: Phase, tp: int, *, assumed_s: float) -> float:
+    """The fixed part of a step; `assumed_s` where the profile does not know it."""
+    known = (profile.require(part, tp).fixed_s for part in _parts(phase))
+    return max(assumed_s if fixed_s is None else fixed_s for fixed_s in known)
 
 
 def measured_source(profile: Profile, phase: Phase, lengths: Lengths) -> CapacitySource:

@@ -50,14 +50,17 @@ class ProfileKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilePoint:
-    """One measured time. `cv_frac` is the coefficient of variation over `samples`, None where it is not known."""
+    """One measured time. `cv_frac` is the coefficient of variation over `samples`; what is None is not known.
+
+    `fixed_s`: what a step takes besides its layers.
+    """
 
     phase: Phase
     tp: int
     requests: float
     tokens: float
     layer_s: float
-    fixed_s: float = 0.0
+    fixed_s: float | None = None
     samples: int | None = None
     cv_frac: float | None = None
 
@@ -121,12 +124,12 @@ class Timed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileCurves:
-    """Times of one phase at one TP: by length, requests rising, with layer and fixed seconds that never fall."""
+    """Times of one phase at one TP: by length, requests rising, with layer seconds that never fall; `fixed_s` as far as known."""
 
     tokens: Floats
     requests: tuple[Floats, ...]
     layer_s: tuple[Floats, ...]
-    fixed_s: float
+    fixed_s: float | None
 
     @classmethod
     def of(cls, points: Sequence[ProfilePoint]) -> ProfileCurves:
@@ -135,7 +138,8 @@ class ProfileCurves:
         curves = [sorted((p.requests, p.layer_s) for p in points if p.tokens == length) for length in lengths.tolist()]
         requests = tuple(np.array([x for x, _ in curve]) for curve in curves)
         layer_s = tuple(np.maximum.accumulate(np.array([time for _, time in curve])) for curve in curves)
-        fixed_s = float(np.median([point.fixed_s for point in points]))
+        known = [point.fixed_s for point in points if point.fixed_s is not None]
+        fixed_s = float(np.median(known)) if known else None
         return cls(tokens=lengths, requests=requests, layer_s=layer_s, fixed_s=fixed_s)
 
     @property

@@ -175,7 +175,7 @@ def replica_steps(question: Question, config: NodeConfig, tp: int) -> ReplicaSte
     layer_s, fixed_s = time.total_s, question.assumptions.step_overhead_s
     if (profile := question.profile_of(config)) is not None:
         layer_s = measured_layer_s(profile, question.phase, tp, step, question.lengths)
-        fixed_s = measured_fixed_s(profile, question.phase, tp)
+        fixed_s = measured_fixed_s(profile, question.phase, tp, assumed_s=fixed_s)
     elif question.assumptions.pessimistic:
         factor = pessimistic_factor(config.gpu.name, question.phase)
         layer_s, fixed_s = factor * layer_s, factor * fixed_s

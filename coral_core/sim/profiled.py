@@ -56,15 +56,18 @@ class ProfiledTiming:
         )
 
 
-def profiled_timing(profile: Profile, tp: int) -> ProfiledTiming:
-    """The timing that fits the profile's points at one TP best. DataGapError where a phase was not measured."""
+def profiled_timing(profile: Profile, tp: int, *, assumed_fixed_s: float | None = None) -> ProfiledTiming:
+    """The timing that fits the profile's points at one TP best. DataGapError where a phase was not measured.
+
+    `assumed_fixed_s`: what a step takes besides its layers where the profile does not know it; DataGapError without.
+    """
     for phase in (Phase.PREFILL, Phase.DECODE):
         profile.require(phase, tp)
     points = [point for point in profile.points if point.tp == tp]
     grid = np.unique([0.0, *(_tokens(point) for point in points)])
     matrix = np.array([_row(point, grid) for point in points])
     layer_s = np.array([point.layer_s for point in points])
-    fixed_s = np.array([point.fixed_s for point in points])
+    fixed_s = np.array([_fixed_s(point, profile, assumed_fixed_s) for point in points])
     layer = nonnegative_least_squares(matrix / layer_s[:, None], np.ones(len(points)))
     whole_s = layer_s + fixed_s
     fixed = nonnegative_least_squares(matrix / whole_s[:, None], fixed_s / whole_s)
@@ -79,7 +82,7 @@ def profiled_timing(profile: Profile, tp: int) -> ProfiledTiming:
 
 
 def profiled_timings(
-    profiles: Mapping[str, Profile], phases: Collection[Phase]
+    profiles: Mapping[str, Profile], phases: Collection[Phase], *, assumed_fixed_s: float | None = None
 ) -> dict[tuple[Phase, str, int], ProfiledTiming]:
     """By (phase, node configuration, TP), where capacities come from profiles (`perf.measured`).
 
@@ -89,8 +92,22 @@ def profiled_timings(
     found: dict[tuple[Phase, str, int], ProfiledTiming] = {}
     for config, profile in profiles.items():
         of_phase = {phase: profiled_tps(profile, phase) for phase in phases}
-        fitted = {tp: profiled_timing(profile, tp) for tp in sorted({tp for tps in of_phase.values() for tp in tps})}
+        fitted = {
+            tp: profiled_timing(profile, tp, assumed_fixed_s=assumed_fixed_s)
+            for tp in sorted({tp for tps in of_phase.values() for tp in tps})
+        }
         found |= {(phase, config, tp): fitted[tp] for phase, tps in of_phase.items() for tp in tps}
+    return found
+
+
+def _fixed_s(point: ProfilePoint, profile: Profile, assumed_s: float | None) -> float:
+    found = assumed_s if point.fixed_s is None else point.fixed_s
+    if found is None:
+        raise DataGapError(
+            f"what a step of {profile.key.model} on {profile.key.config} takes besides its layers is not known",
+            where=profile.key.engine_name,
+            fix="measure it, or import it as fixed_ms",
+        )
     return found
 
 

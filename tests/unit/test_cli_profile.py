@@ -55,6 +55,18 @@ def test_import_show_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "unknown profile 'profiles/none'" in capsys.readouterr().err
 
 
+def test_what_is_not_in_a_table_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, store = tmp_path / "times.csv", tmp_path / "store"
+    file.write_text("phase,tp,requests,tokens,layer_ms\ndecode,1,1,1000,9\n", encoding="utf-8")
+    assert imported(file, store, "--json") == 0
+    key = json.loads(capsys.readouterr().out)["key"]
+    assert run(["profile", "show", key, "--store", f"file://{store}", "--json"]) == 0
+    [point] = json.loads(capsys.readouterr().out)["points"]
+    assert (point["fixed_s"], point["samples"], point["cv_frac"]) == (None, None, None)
+    assert run(["profile", "show", key, "--store", f"file://{store}"]) == 0
+    assert "None" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -20,7 +20,7 @@ from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.budgets import budget_table
 from coral_core.perf.capacity import capacity_table
 from coral_core.perf.explain import explain_capacity
-from coral_core.perf.measured import UNKNOWN_S, measured_layer_s, profiled_tps
+from coral_core.perf.measured import UNKNOWN_S, measured_fixed_s, measured_layer_s, profiled_tps
 from coral_core.perf.profile import Profile, ProfilePoint
 from coral_core.perf.profile_check import checked_points, least_layer_s
 from coral_core.perf.roofline import step_of
@@ -296,3 +296,16 @@ def test_a_scenario_plans_with_the_profiles_it_names(tmp_path: Path, monkeypatch
     careful = tables(pessimistic=True)[0]
     assert np.all(careful.throughput <= first.throughput)
     assert careful.throughput.sum() < first.throughput.sum()
+
+
+def test_what_a_step_takes_besides_is_assumed_where_a_profile_does_not_know_it() -> None:
+    known, unknown = both(), replace(both(), points=tuple(replace(point, fixed_s=None) for point in both().points))
+    assert measured_fixed_s(known, Phase.PREFILL, 1, assumed_s=0.005) == 0.002
+    assert measured_fixed_s(unknown, Phase.PREFILL, 1, assumed_s=0.005) == 0.005
+    assumed = replace(FREE, step_overhead_s=0.05)
+    free, slowed = (
+        table(Phase.DECODE, assumed, profiles={"node": one}).throughput[0, 0, -1] for one in (known, unknown)
+    )
+    assert 0 < slowed < free
+    store = open_store("memory://profiles-unknown")
+    assert read_profile(store, write_profile(store, unknown, time=TIME)) == unknown

@@ -65,6 +65,13 @@ def test_both_phases_are_needed():
         profiled_timing(profile(straight, phases=(Phase.PREFILL,)), 1)
 
 
+def test_what_a_step_takes_besides_is_assumed_or_asked_for_where_the_profile_does_not_know_it():
+    unknown = profile(straight, fixed_s=None)
+    assert profiled_timing(unknown, 1, assumed_fixed_s=0.003) == profiled_timing(profile(straight), 1)
+    with pytest.raises(DataGapError, match=r"besides its layers is not known.*fixed_ms"):
+        profiled_timing(unknown, 1)
+
+
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), columns=st.integers(1, 5))
 @example(seed=173, columns=5)  # a variable that was free becomes 0 again
