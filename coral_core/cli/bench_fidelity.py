@@ -24,7 +24,8 @@ ServingName = Literal["aggregated", "disaggregated", "pipeline"]
 def fidelity(
     *,
     serving: Annotated[
-        tuple[ServingName, ...], Parameter(help="How the model is served; may be given several times. Default: all.")
+        tuple[ServingName, ...],
+        Parameter(negative="", help="How the model is served; may be given several times. Default: all."),
     ] = (),
     requests: Annotated[int, Parameter(validator=validators.Number(gte=2), help="In the trace.")] = 60,
     requests_per_s: Annotated[float, Parameter(validator=validators.Number(gt=0), help="Poisson arrivals.")] = 1.5,

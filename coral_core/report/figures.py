@@ -26,8 +26,8 @@ def _float_text(value: float) -> str:
 
 
 def usd(value: float) -> str:
-    """Money to the cent."""
-    return f"{value:,.2f}"
+    """Money to the cent; less than half a cent is none, owed or due."""
+    return f"{round(value, 2) + 0.0:,.2f}"
 
 
 def nodes_text(nodes: Mapping[str, int]) -> str:
