@@ -334,12 +334,20 @@ class BlockPuller:
     def _give_up(self) -> None:
         now_s = self._clock()
         late_s = now_s - self._terms.stall_s
+        # What has come and is not read is no silence: on a busy machine this thread may be slow.
+        unread = {address for address, peer in self._peers.items() if peer.socket.get(zmq.EVENTS) & zmq.POLLIN}
+        for address in unread:
+            self._peers[address].heard_s = now_s
+        for job in {job for job, address, _ in self._asked.values() if address in unread}:
+            job.heard_s = now_s
         silent = {address for address, peer in self._peers.items() if peer.asked_bytes and peer.heard_s < late_s}
         for job in self._jobs.values():
             if not (job.asked or job.again or (job.todo and job.todo[0][0] in silent)):
                 job.heard_s = now_s  # it waits for room, not for a producer
-        stalled = [name for name, job in self._jobs.items() if job.heard_s < late_s]
-        self._fail(stalled, f"nothing came for {self._terms.stall_s:g} s")
+        for name, job in list(self._jobs.items()):
+            if job.heard_s < late_s:
+                why = ", the producer's worker knows no such lease" if job.again and not job.asked else ""
+                self._end(name, f"nothing came for {self._terms.stall_s:g} s{why}")
         for address, peer in list(self._peers.items()):
             if not peer.asked_bytes and now_s - peer.used_s > _IDLE_S:
                 self._drop(address, peer)

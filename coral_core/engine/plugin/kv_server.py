@@ -112,7 +112,10 @@ class BlockServer:
         if self._zap in ready:
             self._zap.send_multipart(self._keys.admitted(self._zap.recv_multipart()))
         if self._router in ready:
-            peer, *frames = self._router.recv_multipart()
+            try:
+                peer, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
             self._handle(peer, b"".join(frames))
 
     def _handle(self, peer: bytes, header: bytes) -> None:
