@@ -14,7 +14,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -142,7 +142,10 @@ class LocalProvisioner:
                     raise ProvisionError(record, where=str(path), fix="end its processes and remove the folder")
                 if record.token != token or not record.ordered_as(fleet, order):
                     return Refused(refusal=Refusal.CONFLICT, code="TokenInUse", message=f"{path.name} is another's")
-                self._run(record)
+                with _claimed(record.first_port, record.ports) as claim:
+                    if not self._run(record, claim):
+                        message = f"the ports of {path.name} are another's by now"
+                        return Refused(refusal=Refusal.CONFLICT, code="PortsTaken", message=message)
                 return Started(node=self._node(fleet, record, self._looked_at(path)))
         except CloudBusyError as error:
             return Refused(refusal=Refusal.THROTTLED, code="Locked", message=str(error))
@@ -197,13 +200,18 @@ class LocalProvisioner:
         write_whole(path / RECORD, record_document(record))
         return record
 
-    def _run(self, record: LocalNode) -> None:
-        """The agent of a node that was not told to end and has none yet; one whose start was not noted is found again."""
+    def _run(self, record: LocalNode, claim: Sequence[int]) -> bool:
+        """Start the agent of a node that was not told to end and has none yet; one whose start was not noted is found again.
+
+        False where it would need the claim to its ports and there is none.
+        """
         path = record.folder
         if (path / PROCESS).exists() or (path / STOPPED).exists():
-            return
+            return True
         agent = leader(members(path))
         if agent is None:
+            if not claim:
+                return False
             write_whole(path / AGENT_FILE, self._launch.document(record))
             agent = spawn(
                 (*self._launch.argv, str(path / AGENT_FILE)),
@@ -211,8 +219,10 @@ class LocalProvisioner:
                 environment=self._launch.environment,
                 cpus=record.cpus,
                 log=path / AGENT_LOG,
+                holding=claim,
             )
         write_whole(path / PROCESS, {"pid": agent.pid, "start_ticks": agent.start_ticks, "boot_id": boot_id()})
+        return True
 
     def _free_cpus(self, held: Sequence[LocalNode], wanted: int) -> tuple[int, ...] | None:
         used = Counter(cpu for record in held for cpu in record.cpus)
@@ -220,10 +230,14 @@ class LocalProvisioner:
         return tuple(sorted(cpu for _, cpu in free[:wanted])) if len(free) >= wanted else None
 
     def _free_ports(self, held: Sequence[LocalNode]) -> int | None:
-        """The first port of a block that no node has and nobody listens on."""
+        """The first port of a block that no node has, of whatever folder, and nobody listens on."""
         size, taken = self._machine.ports_per_node, {record.first_port for record in held}
-        blocks = range(self._machine.first_port, self._machine.last_port - size + 2, size)
-        return next((p for p in blocks if p not in taken and all(_port_is_free(p + i) for i in range(size))), None)
+        for first in range(self._machine.first_port, self._machine.last_port - size + 2, size):
+            if first not in taken and all(_port_is_free(first + i) for i in range(size)):
+                with _claimed(first, size) as claim:
+                    if claim:
+                        return first
+        return None
 
     def _forget_old(self) -> None:
         for record in self._records():
@@ -329,6 +343,24 @@ class LocalProvisioner:
 def _raise_unusable(error: Exception, folder: Path) -> NoReturn:
     where = str(getattr(error, "filename", None) or folder)
     raise ProvisionError(f"the local nodes cannot be kept: {error}", where=where, fix=_FIX) from error
+
+
+@contextmanager
+def _claimed(first_port: int, ports: int) -> Iterator[tuple[int, ...]]:
+    """Handles on the claim to these ports, none where one of them is another's; whoever inherits them goes on holding it.
+
+    A claim is a name in the kernel that only one can have: it is as wide as ports are, whatever folders and users there are,
+    and is given up with the last process that holds it.
+    """
+    with ExitStack() as stack:
+        claims = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(ports)]
+        try:
+            for number, claim in enumerate(claims, start=first_port):
+                claim.bind(f"\0coral-local-port-{number}")
+        except OSError:
+            stack.close()
+            claims = []
+        yield tuple(claim.fileno() for claim in claims)
 
 
 def _port_is_free(port: int) -> bool:

@@ -67,9 +67,17 @@ def reap(pid: int) -> None:
 
 
 def spawn(
-    argv: Sequence[str], *, folder: Path, environment: Mapping[str, str], cpus: Collection[int], log: Path
+    argv: Sequence[str],
+    *,
+    folder: Path,
+    environment: Mapping[str, str],
+    cpus: Collection[int],
+    log: Path,
+    holding: Iterable[int] = (),
 ) -> Process:
     """Start `argv` in a session of its own, on `cpus`, marked as `folder`'s, its output appended to `log`.
+
+    It inherits the file descriptors `holding`.
 
     The new process holds whatever lock its maker holds until it carries the mark: who gets the lock next finds it.
     Raises OSError.
@@ -80,6 +88,7 @@ def spawn(
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_OPEN, 1, str(log), append, 0o644),
         (os.POSIX_SPAWN_DUP2, 1, 2),
+        *((os.POSIX_SPAWN_DUP2, held, held) for held in holding),  # onto itself: it stays open there, and only there
     ]
     with _running_on(cpus):
         pid = os.posix_spawn(argv[0], list(argv), marked, file_actions=actions, setsid=True)

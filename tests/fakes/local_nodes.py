@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,13 +24,30 @@ SLEEPER = ("/bin/sh", "-c", "exec sleep 600")
 WITH_ENGINE = ("/bin/sh", "-c", "sleep 600 & exec sleep 600")
 """An agent with an engine that nobody ends with it."""
 
+PORTS = 250
+_MINE = socket.socket(socket.AF_UNIX)
+
+
+def _own_ports() -> int:
+    """The first of `PORTS` ports that no other process has which runs such tests now."""
+    for first in range(10000, 20000, PORTS):
+        try:
+            _MINE.bind(f"\0coral-tests-ports-{first}")
+        except OSError:
+            continue
+        return first
+    raise AssertionError("too many tests run on this machine")
+
+
+FIRST_PORT = _own_ports()
+
 
 def machine(**changes: object) -> LocalMachine:
     values = {
         "cpus": tuple(sorted(os.sched_getaffinity(0))),
         "memory_bytes": 1000 * MIB,
-        "first_port": 21000,
-        "last_port": 21999,
+        "first_port": FIRST_PORT,
+        "last_port": FIRST_PORT + PORTS - 1,
         "sizes": {"one": NodeSize(cpus=1, memory_bytes=100 * MIB), "big": NodeSize(cpus=2, memory_bytes=600 * MIB)},
         "nodes_per_cpu": 8,
         **changes,

@@ -19,7 +19,7 @@ from coral_core.domain.fleet import FleetId, Node, NodeState, NodeTags
 from coral_core.domain.hardware import Market
 from coral_core.domain.workload import Phase
 from coral_core.errors import ProvisionError
-from tests.fakes.local_nodes import WITH_ENGINE, LocalNodes, machine, until
+from tests.fakes.local_nodes import FIRST_PORT, WITH_ENGINE, LocalNodes, machine, until
 
 
 def order(number: int = 0, *, config: str = "one", zone: str = "here-a") -> NodeOrder:
@@ -74,19 +74,23 @@ def test_shares_are_disjoint_and_the_full_machine_refuses(tmp_path):
     with LocalNodes(tmp_path, machine=two) as nodes:
         started = [start(nodes, number) for number in range(3)]
         ports = [record(nodes, node)["first_port"] for node in started]
-        assert sorted(ports) == [21000, 21016, 21032]
+        assert sorted(ports) == [FIRST_PORT, FIRST_PORT + 16, FIRST_PORT + 32]
         full = nodes.start(fleet_of(nodes), order(3))
         assert isinstance(full, Refused)
         assert (full.refusal, full.code) == (Refusal.CAPACITY, "MachineFull")
         assert "no free CPUs for a one beside 3 nodes" in full.message
         nodes.stop(fleet_of(nodes), "here", started[:1])
         until(lambda: NodeState.GONE in state(nodes))
-        assert record(nodes, start(nodes, 4))["first_port"] == 21000
+        assert record(nodes, start(nodes, 4))["first_port"] == FIRST_PORT
 
 
 @pytest.mark.parametrize(
     ("changes", "lacking"),
-    [({"memory_bytes": 99 * 2**20}, "memory"), ({"last_port": 21014}, "ports"), ({"nodes_per_cpu": 0}, "CPUs")],
+    [
+        ({"memory_bytes": 99 * 2**20}, "memory"),
+        ({"last_port": FIRST_PORT + 14}, "ports"),
+        ({"nodes_per_cpu": 0}, "CPUs"),
+    ],
 )
 def test_what_is_lacking_is_named(tmp_path, changes, lacking):
     with LocalNodes(tmp_path, machine=machine(**changes)) as nodes:
@@ -99,9 +103,37 @@ def test_what_is_lacking_is_named(tmp_path, changes, lacking):
 
 def test_ports_that_somebody_listens_on_are_left_out(tmp_path):
     with socket.socket() as other, LocalNodes(tmp_path) as nodes:
-        other.bind(("127.0.0.1", 21003))
+        other.bind(("127.0.0.1", FIRST_PORT + 3))
         other.listen()
-        assert record(nodes, start(nodes))["first_port"] == 21016
+        assert record(nodes, start(nodes))["first_port"] == FIRST_PORT + 16
+
+
+def test_fleets_in_other_folders_get_other_ports_while_the_first_ones_agents_live(tmp_path):
+    """No agent listens yet: what was rented is another's all the same."""
+    with LocalNodes(tmp_path / "a") as nodes, LocalNodes(tmp_path / "b") as others:
+        ours, theirs = start(nodes), start(others)
+        assert record(nodes, ours)["first_port"] == FIRST_PORT
+        assert record(others, theirs)["first_port"] == FIRST_PORT + 16
+        shifted = LocalNodes(tmp_path / "c", machine=machine(first_port=FIRST_PORT + 8, last_port=FIRST_PORT + 23))
+        full = shifted.start(fleet_of(shifted), order())
+        assert isinstance(full, Refused), "blocks that overlap collide too"
+        assert "no free ports" in full.message
+        nodes.stop(fleet_of(nodes), "here", [ours])
+        until(lambda: state(nodes) == [NodeState.GONE])
+        assert record(others, start(others, 1))["first_port"] == FIRST_PORT
+
+
+def test_a_node_whose_ports_were_claimed_before_its_agent_was_started_is_given_up(tmp_path):
+    with LocalNodes(tmp_path / "a") as nodes, LocalNodes(tmp_path / "b") as others:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("coral_core.cloud.local.spawn", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                start(nodes)
+        start(others)
+        outcome = nodes.start(fleet_of(nodes), order())
+        assert isinstance(outcome, Refused)
+        assert (outcome.refusal, outcome.code) == (Refusal.CONFLICT, "PortsTaken")
+        assert not processes(nodes)
 
 
 def test_the_least_used_cpus_come_first(tmp_path):
