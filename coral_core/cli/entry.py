@@ -99,8 +99,15 @@ def run(arguments: list[str] | None = None) -> int:
 
 def _give_own_page(arguments: list[str]) -> None:
     """Let `coral COMMAND --help` show all that the command's docstring says: its line in the list would hide that."""
-    if arguments and arguments[0] in SINGLE and not set(app.help_flags).isdisjoint(arguments):
-        app[arguments[0]].help = None
+    if set(app.help_flags).isdisjoint(arguments):
+        return
+    found = app
+    for name in arguments:
+        if name.startswith("-") or name not in found:
+            break
+        found = found[name]
+    if found.default_command is not None:
+        found.help = None
 
 
 def _fail(message: str, code: int) -> int:
