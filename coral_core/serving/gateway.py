@@ -40,6 +40,7 @@ from coral_core.serving.metrics import CONTENT_TYPE, GatewayMetrics
 from coral_core.serving.patience import Patience
 from coral_core.serving.refusals import RefusedError, not_ready, unknown_model
 from coral_core.serving.request import CHAT, TEXT, CompletionRequest, parse_request
+from coral_core.serving.sparing_log import spare
 from coral_core.serving.table import RoutingTable
 from coral_core.serving.terms import GatewayTerms
 from coral_core.serving.upstream import RejectedError, UpstreamError
@@ -52,6 +53,7 @@ _FAREWELL_S: Final = 1.0
 _GRAIN_FRAC: Final = 0.05
 """Of the stall limit: by how much later than said a stall may be noticed."""
 _log = logging.getLogger(__name__)
+spare(__name__)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from coral_core.errors import ServingError
 from coral_core.serving.asgi import Message
 from coral_core.serving.refusals import bad_request
+from coral_core.serving.sparing_log import spare
 
 if sys.platform != "win32":
     import uvloop
@@ -125,6 +126,7 @@ class Listener(uvicorn.Server):
     """One application on one socket. Whoever runs it sets `should_exit`; signals are not its business."""
 
     def __init__(self, app: Any, *, header_s: float, drain_s: float) -> None:  # noqa: ANN401 - an ASGI application
+        spare("uvicorn.error", "asyncio")
         super().__init__(
             uvicorn.Config(
                 app,

@@ -10,6 +10,7 @@ import pytest
 
 from coral_core.domain.workload import Phase
 from coral_core.serving.limits import KeyTerms
+from coral_core.serving.sparing_log import MOST
 from tests.fakes.fake_engine import Way
 from tests.fakes.gateway_case import CHAT, KEY, TEXT, Case, chat, gateway_case, spoken, terms_of, text, until
 
@@ -140,6 +141,17 @@ def test_bytes_that_are_no_request_get_an_error_of_the_same_shape():
             assert case.gateway.running == 0
 
     asyncio.run(go())
+
+
+@pytest.mark.servers
+def test_a_flood_of_nonsense_does_not_fill_the_log(caplog):
+    async def go():
+        async with gateway_case() as case:
+            for _ in range(3 * MOST):
+                assert (await raw(case, b"hello\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+
+    asyncio.run(go())
+    assert len([one for one in caplog.records if "Invalid HTTP request" in one.message]) <= MOST
 
 
 def test_keys_and_their_limits():

@@ -21,6 +21,7 @@ from coral_core.serving.limits import KeyTerms, TokenBucket
 from coral_core.serving.metrics import GatewayMetrics
 from coral_core.serving.refusals import RefusedError, too_many
 from coral_core.serving.request import CHAT, TEXT, parse_request
+from coral_core.serving.sparing_log import MOST, PERIOD_S, Sparing
 from coral_core.serving.sse import BrokenStreamError, EventRelay, read_whole
 from coral_core.serving.table import InstanceSpec, ModelTerms, RoutingTable
 from coral_core.serving.terms import GatewayTerms
@@ -407,3 +408,23 @@ def test_the_servers_own_messages_are_answered():
     wire = Wire({"type": "lifespan.startup"}, {"type": "lifespan.shutdown"})
     asyncio.run(lifespan(wire.receive, wire.send))
     assert [message["type"] for message in wire.sent] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+def test_a_log_that_is_full_says_later_how_much_it_left_out():
+    clock, told = ManualClock(start=START), []
+    sparing = Sparing(clock.monotonic_s)
+
+    def say(what: str, line: int = 1) -> None:
+        record = logging.LogRecord("a", logging.WARNING, "file", line, "%s", (what,), None)
+        if sparing.filter(record):
+            told.append(record.getMessage())
+
+    for number in range(MOST + 5):
+        say(f"no {number}")
+    say("other", line=2)
+    clock.advance(PERIOD_S)
+    say("again")
+    say("and again")
+    assert told == [
+        *(f"no {number}" for number in range(MOST)), "other", "again (5 more like it were not told)", "and again",
+    ]  # fmt: skip

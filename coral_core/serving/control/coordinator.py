@@ -35,8 +35,10 @@ from coral_core.serving.control.messages import (
 from coral_core.serving.control.say import Say
 from coral_core.serving.control.state_file import read_state, restored, state_document, write_state
 from coral_core.serving.control.wire import CoordinatorEnd, Received
+from coral_core.serving.sparing_log import spare
 
 _log = logging.getLogger(__name__)
+spare(__name__)
 _TICK_S: Final = 0.25
 _SYNC_S: Final = 1.0
 _WRITE_S: Final = 2.0
