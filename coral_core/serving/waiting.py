@@ -66,13 +66,13 @@ class Waiting:
         return ticket
 
     def _check(self) -> None:
-        pool, name = self._pool, self._pool.terms.name
+        pool = self._pool
         decoding, whole = pool.in_phase(Phase.DECODE), pool.in_phase(Phase.AGGREGATED)
         regions = by_region(decoding)
         begin = [*whole, *(one for one in pool.in_phase(Phase.PREFILL) if one.spec.region in regions)]
         first = begin or decoding  # without any prefill instance, decode ones compute prompts themselves
         if not first:
-            raise not_ready(f"no instance of {name} is ready", self._unknown_s)
+            raise not_ready(_why_nobody(pool), self._unknown_s)
         self._bound(pool.unheard - len(first), pool.rate(first), pool.terms.max_wait_s, "the first token")
         if not whole and begin:
             self._bound(pool.handing - len(decoding), pool.rate(decoding), pool.terms.max_handover_s, "decode")
@@ -85,3 +85,13 @@ class Waiting:
                 retry_after_s(waiting, rate, bound_s, self._unknown_s),
                 code="model_overloaded",
             )
+
+
+def _why_nobody(pool: ModelPool) -> str:
+    name, ready = pool.terms.name, [one for one in pool.members.values() if one.ready]
+    if not ready:
+        return f"no instance of {name} is ready"
+    if any(one.takes_requests for one in ready):
+        return f"no instance of {name} that decodes takes requests"
+    why = "drain" if all(one.draining for one in ready) else "drain or have weight 0"
+    return f"no instance of {name} takes requests: those that are ready {why}"

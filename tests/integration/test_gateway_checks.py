@@ -227,6 +227,30 @@ def test_a_known_model_without_an_instance_is_not_ready():
     asyncio.run(go())
 
 
+def test_who_gets_nothing_is_told_why_nobody_serves():
+    async def go():
+        async with gateway_case({"a": Phase.AGGREGATED, "p": Phase.PREFILL}) as case:
+            table = case.gateway.table
+
+            async def why() -> str:
+                status, _, found = await case.post(chat())
+                assert (status, found["error"]["code"]) == (503, "model_not_ready")
+                return found["error"]["message"]
+
+            table.set_weight("a", 0.0)
+            assert await why() == "no instance of tiny that decodes takes requests"
+            table.set_weight("p", 0.0)
+            assert await why() == "no instance of tiny takes requests: those that are ready drain or have weight 0"
+            table.drain("a")
+            table.drain("p")
+            assert await why() == "no instance of tiny takes requests: those that are ready drain"
+            table.report("a", ready=False)
+            table.report("p", ready=False)
+            assert await why() == "no instance of tiny is ready"
+
+    asyncio.run(go())
+
+
 def test_the_gateway_has_its_own_limit_on_requests():
     async def go():
         async with gateway_case(max_requests=1) as case:

@@ -282,6 +282,13 @@ def test_a_state_that_cannot_be_written_down_is_told_once_and_when_it_can_again(
     assert read_state(folder)["instances"] == []
 
 
+def test_the_first_start_of_a_coordinator_is_nothing_wrong(tmp_path):
+    told: list[str] = []
+    plan = SimpleNamespace(folder=tmp_path / "state", terms=ControlTerms())
+    _Coordinator(plan, SystemClock(), SimpleNamespace(), SimpleNamespace(), lambda _event, text, **_: told.append(text))
+    assert told == [f"the first start in {tmp_path / 'state'}: nothing to take over"]
+
+
 @pytest.mark.parametrize("host", ["", "a b/..", "--trust-remote-code", "http://h", "h:80", "[::1]", "x\n"])
 def test_commands_are_not_shown_for_an_address_that_is_none(host):
     stages = [{"nodes": ["c", "c"]}]

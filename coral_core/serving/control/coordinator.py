@@ -33,7 +33,7 @@ from coral_core.serving.control.messages import (
     from_agent,
 )
 from coral_core.serving.control.say import Say
-from coral_core.serving.control.state_file import read_state, restored, state_document, write_state
+from coral_core.serving.control.state_file import NoStateError, read_state, restored, state_document, write_state
 from coral_core.serving.control.wire import CoordinatorEnd, Received
 from coral_core.serving.sparing_log import spare
 
@@ -99,6 +99,9 @@ class _Coordinator:
     def _remembered(self) -> list[Held]:
         try:
             return restored(read_state(self.plan.folder), self.clock.monotonic_s())
+        except NoStateError:
+            self.say("note", f"the first start in {self.plan.folder}: nothing to take over", reason="")
+            return []
         except ServingError as error:
             self.say("note", f"starting without a state: {error}", reason=str(error))
             return []

@@ -23,6 +23,10 @@ _KEPT_SINCE: Final = ("weight_frac", "lost_nodes")
 """Which a coordinator of an earlier version has not written."""
 
 
+class NoStateError(ServingError):
+    """Nothing has been written down here yet."""
+
+
 class _Row(msgspec.Struct, kw_only=True):
     """What is taken from an instance's row."""
 
@@ -72,12 +76,12 @@ def write_state(folder: Path, document: Mapping[str, object]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What was written down last. Raises ServingError where nothing was, or it is damaged."""
+    """What was written down last. Raises NoStateError where nothing was, ServingError where it is damaged."""
     path = folder / STATE_FILE
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ServingError(
+        raise NoStateError(
             "no coordinator has run here", where=str(path), fix="coral coordinator run --config FILE starts one"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
