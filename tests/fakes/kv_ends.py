@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,12 @@ from coral_core.engine.plugin.kv_lease import LeaseTable
 from coral_core.engine.plugin.kv_plan import Chunk, Place, Shape, Source, Terms
 from coral_core.engine.plugin.kv_puller import BlockPuller, Pull, Pulled
 from coral_core.engine.plugin.kv_server import BlockServer
+from tests.fakes.waiting import until
 
 SHAPE = Shape(layers=6, heads=2, content=4, dtype="float32", element_bytes=4)
 TOKENS = 100
-TERMS = Terms(lease_s=5.0, stall_s=1.0, chunk_bytes=1024, window_bytes=8192)
+TERMS = Terms(lease_s=300.0, stall_s=60.0, chunk_bytes=1024, window_bytes=8192)
+"""Nothing ends because it lasted too long, however slow the machine is; a test about such an end says its own."""
 
 
 def value(layer: int, head: int, token: int) -> float:
@@ -32,10 +36,11 @@ class Worker:
 
     def __init__(self, place: Place, block_size: int, *, computed: bool) -> None:
         self.place, self.block_size = place, block_size
-        count = -(-TOKENS // block_size)
-        self.blocks = [int(block) for block in np.random.default_rng(block_size).permutation(count + 4)[:count]]
-        self.cache = np.zeros((SHAPE.layers, (count + 4) * block_size, SHAPE.heads, SHAPE.content), dtype=np.float32)
+        blocks = -(-TOKENS // block_size)
+        self.blocks = [int(block) for block in np.random.default_rng(block_size).permutation(blocks + 4)[:blocks]]
+        self.cache = np.zeros((SHAPE.layers, (blocks + 4) * block_size, SHAPE.heads, SHAPE.content), dtype=np.float32)
         self.delay_s = 0.0
+        self.before_read: Callable[[], object] = lambda: None
         for token in range(TOKENS if computed else 0):
             for layer in range(*place.layers):
                 for head in range(*place.heads):
@@ -46,6 +51,7 @@ class Worker:
 
     def read(self, chunk: Chunk, slots: npt.NDArray[np.int64]) -> memoryview:
         time.sleep(self.delay_s)
+        self.before_read()
         found = self.cache[chunk.layer, slots, chunk.heads[0] : chunk.heads[1]]
         return memoryview(found.reshape(-1).view(np.uint8))
 
@@ -64,6 +70,22 @@ class Worker:
         return np.array_equal(self.cache, right)
 
 
+@contextmanager
+def held_after(worker: Worker, chunks: int) -> Iterator[Event]:
+    """It gives so many chunks, and no more before the event is set or the context left."""
+    go_on, given = Event(), count()
+
+    def hold() -> None:
+        if next(given) >= chunks:
+            go_on.wait()
+
+    worker.before_read = hold
+    try:
+        yield go_on
+    finally:
+        go_on.set()
+
+
 def keys_of(folder: Path, name: str = "kv.key") -> FleetKeys:
     """The keys of a fleet of that name."""
     path = folder / name
@@ -73,10 +95,15 @@ def keys_of(folder: Path, name: str = "kv.key") -> FleetKeys:
 
 @contextmanager
 def serving(
-    keys: FleetKeys, worker: Worker, terms: Terms = TERMS, *, granted: bool = True
+    keys: FleetKeys,
+    worker: Worker,
+    terms: Terms = TERMS,
+    *,
+    granted: bool = True,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[BlockServer, LeaseTable]]:
     """A producer's worker; its request has the lease `lease`."""
-    leases = LeaseTable(terms.lease_s, time.monotonic)
+    leases = LeaseTable(terms.lease_s, clock)
     if granted:
         leases.grant("lease", "request", worker.blocks, TOKENS)
     server = BlockServer(
@@ -133,14 +160,13 @@ def pull_of(worker: Worker, sources: Sequence[Source], **changes: Any) -> Pull:
     return Pull(**{**order, **changes})
 
 
-def ended(puller: BlockPuller, count: int = 1, within_s: float = 10.0) -> list[Pulled]:
+def ended(puller: BlockPuller, fetches: int = 1) -> list[Pulled]:
     """The next fetches that end."""
     results: list[Pulled] = []
-    until_s = time.monotonic() + within_s
-    while len(results) < count and time.monotonic() < until_s:
-        results += puller.take_ended()
-        time.sleep(0.005)
-    assert len(results) == count, f"{len(results)} of {count} fetches ended within {within_s} s"
+    until(
+        lambda: results.extend(puller.take_ended()) or len(results) >= fetches, f"{fetches} fetches end", look_s=0.005
+    )
+    assert len(results) == fetches
     return results
 
 

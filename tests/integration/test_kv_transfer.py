@@ -17,11 +17,26 @@ import zmq
 
 from coral_core.engine.plugin import kv_server
 from coral_core.engine.plugin.kv_frames import Data, Done, Get, Refused, Renew, answer, encode
-from coral_core.engine.plugin.kv_plan import Chunk, Place, Terms, head_range, sources
-from tests.fakes.kv_ends import ALL, SHAPE, TERMS, TOKENS, Worker, ended, fetching, keys_of, pull_of, serving, whole
+from coral_core.engine.plugin.kv_plan import Chunk, Place, head_range, sources
+from tests.fakes.kv_ends import (
+    ALL,
+    SHAPE,
+    TERMS,
+    TOKENS,
+    Worker,
+    ended,
+    fetching,
+    held_after,
+    keys_of,
+    pull_of,
+    serving,
+    whole,
+)
+from tests.fakes.waiting import PATIENT_S, until
 
 pytestmark = pytest.mark.servers
 
+PATIENT_MS = int(1000 * PATIENT_S)
 ONE = Chunk(layer=0, heads=(0, 2), first=0, last=4)
 
 
@@ -62,11 +77,8 @@ def test_every_worker_gets_its_layers_and_heads_whatever_the_splits(there, here,
         for puller in pullers:
             assert [one.error for one in ended(puller)] == [""]
         assert all(worker.holds(first=7) for worker in consumers)
-        until_s = time.monotonic() + 2.0
-        left = {server.place.address for _, server, _ in producers}
-        while left and time.monotonic() < until_s:
-            left -= {server.place.address for _, server, leases in producers if leases.take_ended() == {"request"}}
-        assert not left  # all who fetched said so: no lease had to run out
+        for _, _, leases in producers:  # all who fetched said so: no lease had to run out
+            assert until(leases.take_ended, "the lease's end") == {"request"}
 
 
 def test_a_stranger_gets_nothing_and_the_fleet_goes_on(tmp_path):
@@ -143,10 +155,10 @@ def test_malformed_messages_are_counted_and_harm_nobody(tmp_path):
             for ticket, change in enumerate(outside):
                 peer.send(encode(Get(ticket=ticket, lease="lease", chunk=msgspec.structs.replace(ONE, **change))))
             for ticket in range(len(outside)):
-                assert peer.poll(2000)
+                assert peer.poll(PATIENT_MS)
                 assert answer(peer.recv()) == Refused(ticket=ticket, reason="outside")
             peer.send(encode(Get(ticket=7, lease="no such lease", chunk=ONE)))
-            assert peer.poll(2000)
+            assert peer.poll(PATIENT_MS)
             assert answer(peer.recv()) == Refused(ticket=7, reason="unknown")
             peer.send(b"y" * 5000)  # longer than any message of the protocol: cut off by the transport
             time.sleep(0.1)
@@ -166,9 +178,7 @@ def test_a_corrupted_chunk_fails_its_transfer(tmp_path, monkeypatch):
     with serving(keys, Worker(ALL, 8, computed=True)) as (server, leases), fetching(keys, worker) as puller:
         puller.start(pull_of(worker, whole(server.place.address)))
         assert "corrupted" in ended(puller)[0].error
-        until_s = time.monotonic() + 2.0
-        while not leases.take_ended():
-            assert time.monotonic() < until_s, "the producer was not told"
+        until(leases.take_ended, "the producer is told")
 
 
 def test_a_lease_that_is_granted_late_is_waited_for_and_one_that_ended_is_not(tmp_path):
@@ -180,48 +190,64 @@ def test_a_lease_that_is_granted_late_is_waited_for_and_one_that_ended_is_not(tm
         leases.grant("lease", "request", there.blocks, TOKENS)
         assert ended(puller)[0].error == ""
         assert here.holds()
-        while not leases.take_ended():
-            pass
-        begun_s = time.monotonic()
+        until(leases.take_ended, "the lease's end")
         puller.start(pull_of(here, whole(server.place.address)))
-        assert "ended" in ended(puller)[0].error
-        assert time.monotonic() - begun_s < TERMS.stall_s / 2
+        assert ended(puller)[0].error.endswith("refuses: ended")
+
+
+def test_a_lease_that_nobody_grants_is_waited_for_as_long_as_a_silent_producer(tmp_path):
+    keys, terms = keys_of(tmp_path), msgspec.structs.replace(TERMS, stall_s=1.0)
+    there, here = Worker(ALL, 8, computed=True), Worker(ALL, 8, computed=False)
+    with serving(keys, there) as (server, _), fetching(keys, here, terms=terms) as puller:
         begun_s = time.monotonic()
         puller.start(pull_of(here, whole(server.place.address), lease="never granted"))
-        assert "nothing came" in ended(puller)[0].error
-        assert TERMS.stall_s <= time.monotonic() - begun_s < 3 * TERMS.stall_s
+        assert ended(puller)[0].error == "nothing came for 1 s, the producer's worker knows no such lease"
+        assert time.monotonic() - begun_s >= terms.stall_s
+        assert not here.cache.any()
 
 
 def test_a_lease_that_nobody_uses_ends_by_itself_and_one_in_use_does_not(tmp_path):
-    keys, terms = keys_of(tmp_path), msgspec.structs.replace(TERMS, lease_s=0.3)
+    keys, terms = keys_of(tmp_path), msgspec.structs.replace(TERMS, lease_s=5.0)
     there, here = Worker(ALL, 8, computed=True), Worker(ALL, 8, computed=False)
-    with serving(keys, there, terms) as (server, leases):
-        assert leases.take_ended() == set()
-        time.sleep(0.35)
+    time_s, too_early = [0.0], set()
+
+    def later(duration_s: float) -> None:
+        time_s[0] += duration_s  # at most a second: of a longer gap one second counts
+        too_early.update(leases.take_ended())
+
+    with serving(keys, there, terms, clock=lambda: time_s[0]) as (server, leases):
+        for _ in range(4):
+            later(1.0)
+        assert not too_early
+        time_s[0] += 1.0
         assert leases.take_ended() == {"request"}
         leases.grant("lease", "request", there.blocks, TOKENS)
-        there.delay_s = 0.02  # the whole takes longer than a lease
+        there.before_read = lambda: later(0.5)  # the whole takes longer than a lease
+        begun_s = time_s[0]
         with fetching(keys, here) as puller:
             puller.start(pull_of(here, whole(server.place.address)))
-            begun_s = time.monotonic()
-            while not leases.take_ended():
-                time.sleep(0.005)
-            assert time.monotonic() - begun_s > terms.lease_s
-            assert ended(puller)[0].error == ""  # it ended because all was fetched
+            assert ended(puller)[0].error == ""
+            assert time_s[0] - begun_s > terms.lease_s
+            assert not too_early
+            assert until(leases.take_ended, "the lease's end") == {"request"}  # it ended because all was fetched
         with fetching(keys, here) as puller:
             leases.grant("other", "another", there.blocks, TOKENS)
-            for _ in range(5):
-                time.sleep(0.15)
+            for number in range(5):
+                for _ in range(3):
+                    later(1.0)
                 puller.tell(server.place.address, Renew(lease="other"))
-                assert "another" not in leases.take_ended()
+                puller.tell(
+                    server.place.address, Refused(ticket=0, reason="ended")
+                )  # counted: what came before is done
+                until(lambda number=number: server.counts["malformed"] > number, "it is renewed")
+            assert not too_early
             puller.tell(server.place.address, Done(lease="other", taker="", takers=0))
-            time.sleep(0.1)
-            assert leases.take_ended() == {"another"}
+            assert until(leases.take_ended, "the lease's end") == {"another"}
 
 
 def test_memory_is_bounded_at_both_ends(tmp_path):
     keys = keys_of(tmp_path)
-    terms = Terms(lease_s=30.0, stall_s=10.0, chunk_bytes=1024, window_bytes=4096)
+    terms = msgspec.structs.replace(TERMS, window_bytes=4096)
     there, here = Worker(ALL, 8, computed=True), Worker(ALL, 8, computed=False)
     here.delay_s = 0.002  # slower than the producer
     with serving(keys, there, terms) as (server, leases), fetching(keys, here, terms=terms) as puller:
@@ -237,7 +263,7 @@ def test_memory_is_bounded_at_both_ends(tmp_path):
 
 def test_a_peer_that_asks_for_everything_at_once_finds_the_bound(tmp_path):
     keys = keys_of(tmp_path)
-    terms = Terms(chunk_bytes=1024, window_bytes=4096)
+    terms = msgspec.structs.replace(TERMS, window_bytes=4096)
     with serving(keys, Worker(ALL, 8, computed=True), terms) as (server, _):
         context = zmq.Context()
         try:
@@ -248,7 +274,7 @@ def test_a_peer_that_asks_for_everything_at_once_finds_the_bound(tmp_path):
                 peer.send(encode(Get(ticket=ticket, lease="lease", chunk=msgspec.structs.replace(ONE, last=32))))
             tickets = set()
             while len(tickets) < 400:
-                assert peer.poll(3000)
+                assert peer.poll(PATIENT_MS)
                 header, payload = peer.recv_multipart()
                 message = answer(header)
                 assert isinstance(message, Data)
@@ -262,18 +288,15 @@ def test_a_peer_that_asks_for_everything_at_once_finds_the_bound(tmp_path):
 def test_a_cancelled_fetch_writes_no_more_and_gives_the_lease_back(tmp_path):
     keys = keys_of(tmp_path)
     there, here = Worker(ALL, 8, computed=True), Worker(ALL, 8, computed=False)
-    there.delay_s = 0.02
-    with serving(keys, there) as (server, leases), fetching(keys, here) as puller:
+    with serving(keys, there) as (server, leases), fetching(keys, here) as puller, held_after(there, 3) as go_on:
         puller.start(pull_of(here, whole(server.place.address)))
-        time.sleep(0.15)
+        until(here.cache.any, "its first chunks")
         puller.cancel("request")
         puller.cancel("request")
         assert [one.error for one in ended(puller)] == ["cancelled"]
         so_far = here.cache.copy()
-        assert so_far.any()
-        until_s = time.monotonic() + 2.0
-        while not leases.take_ended():
-            assert time.monotonic() < until_s
+        go_on.set()  # what it asked for before comes all the same
+        until(leases.take_ended, "the lease's end")
         time.sleep(0.1)
         assert (here.cache == so_far).all()
         assert not list(puller.take_ended())
@@ -298,26 +321,28 @@ def test_a_silent_producer_does_not_hold_up_the_others(tmp_path):
     keys = keys_of(tmp_path)
     here = Worker(ALL, 8, computed=False)
     silent, other = Worker(ALL, 8, computed=True), Worker(ALL, 8, computed=True)
-    silent.delay_s = 3.0
-    with serving(keys, silent) as (stuck, _), serving(keys, other) as (server, _), fetching(keys, here) as puller:
+    pace = [1]
+    with (
+        serving(keys, silent) as (stuck, _),
+        serving(keys, other) as (server, _),
+        fetching(keys, here, clock=lambda: pace[0] * time.monotonic()) as puller,
+        held_after(silent, 0),
+    ):
         for number in range(4):
             puller.start(pull_of(here, whole(stuck.place.address), request_id=f"stuck {number}"))
-        time.sleep(0.2)
-        begun_s = time.monotonic()
         puller.start(pull_of(here, whole(server.place.address)))
         first = ended(puller)[0]
         assert (first.request_id, first.error) == ("request", "")
-        assert time.monotonic() - begun_s < TERMS.stall_s / 2
-        rest = ended(puller, 4, within_s=3 * TERMS.stall_s)
-        assert all("nothing came" in one.error for one in rest)
+        pace[0] = 20  # the others need not be waited for as long as a real one
+        rest = ended(puller, 4)
+        assert {one.error for one in rest} == {f"nothing came for {TERMS.stall_s:g} s"}
 
 
 def _serve_for_ever(folder: Path, pipe) -> None:
     worker = Worker(ALL, 8, computed=True)
-    worker.delay_s = 0.05
-    with serving(keys_of(folder), worker) as (server, _):
+    with held_after(worker, 3), serving(keys_of(folder), worker) as (server, _):
         pipe.send(server.place.address)
-        time.sleep(60)
+        time.sleep(600)
 
 
 def test_a_producer_that_dies_midway_fails_its_transfers_at_once(tmp_path):
@@ -327,17 +352,14 @@ def test_a_producer_that_dies_midway_fails_its_transfers_at_once(tmp_path):
     producer = context.Process(target=_serve_for_ever, args=(tmp_path, theirs), daemon=True)
     producer.start()
     try:
-        assert ours.poll(20)
+        assert ours.poll(PATIENT_S)
         address = ours.recv()
-        terms = msgspec.structs.replace(TERMS, stall_s=30.0)
-        with fetching(keys, here, terms=terms) as puller:
+        with fetching(keys, here) as puller:
             puller.start(pull_of(here, whole(address)))
-            time.sleep(0.5)
+            until(here.cache.any, "its first chunks")
             assert producer.pid is not None
             os.kill(producer.pid, signal.SIGKILL)
-            begun_s = time.monotonic()
-            assert "is lost" in ended(puller)[0].error
-            assert time.monotonic() - begun_s < 2.0
+            assert "is lost" in ended(puller)[0].error  # not: nothing came for so long
             puller.start(pull_of(here, whole(address), request_id="later"))  # nobody listens there any more
             assert "is lost" in ended(puller)[0].error
     finally:
