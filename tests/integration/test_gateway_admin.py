@@ -18,7 +18,8 @@ from coral_core.errors import InputError, ServingError, StoreError
 from coral_core.serving.admin import Admin
 from tasks.gateway_engine import GatewayEngine
 from tests.fakes.fake_engine import Way, fake_engine
-from tests.fakes.gateway_case import CHAT, MODEL, TOKEN, chat, events_in, gateway_case, spoken, until
+from tests.fakes.gateway_case import CHAT, MODEL, TOKEN, chat, events_in, gateway_case, spoken
+from tests.fakes.waiting import PATIENT_S, coming
 
 TWO = {"a": Phase.AGGREGATED, "b": Phase.AGGREGATED}
 
@@ -55,7 +56,7 @@ def test_an_instance_drains_while_a_stream_ends_in_peace():
             for one in (a, b):
                 one.tell(pause_s=0.1, tokens=5)
             running = asyncio.create_task(case.events(chat()))
-            await until(lambda: a.running + b.running == 1)
+            await coming(lambda: a.running + b.running == 1)
             old, new = ("a", "b") if a.running else ("b", "a")
             case.engines[new].script.clear()
             await asyncio.to_thread(engine.set_weight, instance(old), 0.0)
@@ -83,12 +84,12 @@ def test_one_that_is_given_up_gets_nothing_and_its_streams_do_not_hang():
             for one in case.engines.values():
                 one.tell(Way.STALLS, after=2)
             running = asyncio.create_task(case.events(chat()))
-            await until(lambda: any(one.running for one in case.engines.values()))
+            await coming(lambda: any(one.running for one in case.engines.values()))
             failed = next(name for name, one in case.engines.items() if one.running)
-            await asyncio.sleep(0.1)  # its first tokens have come
+            await coming(lambda: case.gateway.table.pools["tiny"].unheard == 0, "its first tokens")
             said = {"ready": False, "failed": "node 1: its rank is dead"}
             assert (await case.admin("PUT", f"/instances/{failed}/readiness", said))[0] == 200
-            assert "error" in (await asyncio.wait_for(running, 4))[-1]
+            assert "error" in (await asyncio.wait_for(running, PATIENT_S))[-1]
             assert await asyncio.to_thread(engine.ready, instance(failed)) is Readiness.FAILED
             rows = (await case.admin("GET", "/instances"))[1]["instances"]
             row = next(row for row in rows if row["name"] == failed)
@@ -124,7 +125,7 @@ def test_instances_come_and_go_without_a_lost_request():
             for _ in range(2):
                 status, row = await case.admin("PUT", "/instances/late", said)
                 assert (status, row["weight"], row["region"]) == (200, 0.0, "local")
-            await until(lambda: case.gateway.table.find("late").ready)
+            await coming(lambda: case.gateway.table.find("late").ready)
             assert await asyncio.to_thread(engine.ready, instance("late")) is Readiness.READY
             await asyncio.to_thread(engine.set_weight, instance("late"), 10.0)
 
@@ -132,10 +133,10 @@ def test_instances_come_and_go_without_a_lost_request():
                 return [spoken(await case.events(chat())) for _ in range(10)]
 
             running = [asyncio.create_task(clients()) for _ in range(4)]
-            await until(lambda: len(late.asked) > 2)
+            await coming(lambda: len(late.asked) > 2)
             await asyncio.to_thread(engine.set_weight, instance("a"), 0.0)
             assert await asyncio.to_thread(engine.drain, instance("a")) in {True, False}
-            await until(lambda: case.gateway.table.drain("a"))
+            await coming(lambda: case.gateway.table.drain("a"))
             assert (await case.admin("DELETE", "/instances/a"))[0] == 200
             assert (await case.admin("DELETE", "/instances/a"))[0] == 200
             assert {text for texts in await asyncio.gather(*running) for text in texts} == {"t0 t1 t2 t3 "}
@@ -196,13 +197,13 @@ def test_the_gateway_ends_when_what_runs_is_done():
         async with gateway_case() as case:
             case.engines["a"].tell(pause_s=0.1, tokens=6)
             running = asyncio.create_task(case.events(chat()))
-            await until(lambda: case.engines["a"].running == 1)
+            await coming(lambda: case.engines["a"].running == 1)
             status, found = await case.admin("POST", "/drain")
             assert (status, found) == (200, {"drained": False, "in_flight": 1})
             assert (await case.post(chat()))[0] == 503
             case.stop.set()
             assert spoken(await running) == "t0 t1 t2 t3 t4 t5 "
-            await asyncio.wait_for(case.served, 5)
+            await asyncio.wait_for(case.served, PATIENT_S)
 
     asyncio.run(go())
 
@@ -217,7 +218,7 @@ def test_what_outlasts_the_drain_is_broken_off_with_an_error():
                 case.stop.set()
                 rest = await response.read()
             assert events_in(first + rest)[-1]["error"]["code"] == "gateway_unavailable"
-            await asyncio.wait_for(case.served, 5)
+            await asyncio.wait_for(case.served, PATIENT_S)
 
     asyncio.run(go())
 
@@ -235,7 +236,7 @@ def test_demand_is_told_to_the_store_in_the_form_that_plans_read(tmp_path):
         async with gateway_case(sink=sink, demand_every_s=0.2) as case:
             for _ in range(6):
                 assert (await case.post(chat()))[0] == 200
-            await until(lambda: not failures)
+            await coming(lambda: not failures)
             assert (await case.post(chat()))[0] == 200
 
     begun_s = datetime.now(UTC).timestamp()

@@ -10,7 +10,8 @@ import pytest
 
 from coral_core.domain.workload import Phase
 from tests.fakes.fake_engine import Way
-from tests.fakes.gateway_case import CHAT, TEXT, chat, events_in, gateway_case, spoken, text, until
+from tests.fakes.gateway_case import CHAT, TEXT, chat, events_in, gateway_case, spoken, text
+from tests.fakes.waiting import PATIENT_S, coming
 
 AGGREGATED, PREFILL, DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
 TWO = {"a": AGGREGATED, "b": AGGREGATED}
@@ -57,7 +58,7 @@ def test_requests_are_spread_by_weight():
 @pytest.mark.servers
 def test_before_the_first_byte_another_instance_answers_once():
     async def go():
-        async with gateway_case(TWO, first_byte_s=0.4, eject_after=1000) as case:
+        async with gateway_case(TWO, first_byte_s=1.0, eject_after=1000) as case:
             a, b = case.engines["a"], case.engines["b"]
             faults = [way for way in Way if way is not Way.WELL]
             for way in faults:
@@ -97,7 +98,7 @@ def test_before_the_first_byte_another_instance_answers_once():
 @pytest.mark.servers
 def test_after_the_first_byte_nothing_is_tried_again_and_the_stream_ends_with_an_error():
     async def go():
-        async with gateway_case(TWO, stall_s=0.4, eject_after=1000) as case:
+        async with gateway_case(TWO, stall_s=1.0, eject_after=1000) as case:
             a, b = case.engines["a"], case.engines["b"]
             for way in (Way.CUT, Way.ENDS, Way.ABORTS, Way.ERROR_EVENT, Way.GARBAGE, Way.STALLS):
                 before = len(a.asked) + len(b.asked)
@@ -204,18 +205,18 @@ def test_a_client_that_leaves_aborts_its_request_at_the_engine():
             for documents in (chat(stream=True), chat()):
                 engine.tell(delay_s=60.0)
                 waiting = asyncio.create_task(case.post(documents))
-                await until(lambda: engine.running == 1)
+                await coming(lambda: engine.running == 1)
                 waiting.cancel()
-                await until(lambda: engine.running == 0)
+                await coming(lambda: engine.running == 0)
             engine.tell(Way.STALLS, after=2)
             async with case.session.post(case.url + CHAT, json=chat(stream=True)) as response:
                 assert await response.content.readany()
-            await until(lambda: engine.aborted == 3)
-            await until(lambda: case.gateway.running == 0)
+            await coming(lambda: engine.aborted == 3)
+            await coming(lambda: case.gateway.running == 0)
             assert case.gateway.table.members[0].in_flight == 0
             assert case.gateway.table.pools["tiny"].unheard == 0
             assert case.gateway.table.members[0].failures == 0
-            await until(lambda: 'status="499"} 3.0' in case.gateway.metrics.text().decode())
+            await coming(lambda: 'status="499"} 3.0' in case.gateway.metrics.text().decode())
 
     asyncio.run(go())
 
@@ -233,7 +234,7 @@ def test_a_client_that_leaves_once_it_has_all_was_served(monkeypatch):
                 while not heard.endswith(b"data: [DONE]\n\n"):
                     heard += await response.content.readany()
                 response.close()
-            await until(lambda: case.gateway.running == 0)
+            await coming(lambda: case.gateway.running == 0)
             found = case.gateway.metrics.text().decode()
             assert 'requests_total{model="tiny",status="200"} 1.0' in found
             assert 'status="499"' not in found
@@ -244,7 +245,7 @@ def test_a_client_that_leaves_once_it_has_all_was_served(monkeypatch):
 @pytest.mark.servers
 def test_a_client_that_does_not_read_is_given_up():
     async def go():
-        async with gateway_case(stall_s=0.3) as case:
+        async with gateway_case(stall_s=1.0) as case:
             engine = case.engines["a"]
             engine.tell(tokens=400_000)
             reader, writer = await asyncio.open_connection(*case.url.removeprefix("http://").split(":"), limit=1024)
@@ -253,9 +254,9 @@ def test_a_client_that_does_not_read_is_given_up():
                 b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
             )
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-            await until(lambda: engine.running == 0, within_s=15)
+            await coming(lambda: engine.running == 0)
             assert engine.aborted == 1
-            await until(lambda: 'status="499"} 1.0' in case.gateway.metrics.text().decode())
+            await coming(lambda: 'status="499"} 1.0' in case.gateway.metrics.text().decode())
             writer.transport.abort()
 
     asyncio.run(go())
@@ -268,27 +269,27 @@ def test_an_engine_that_is_gone_gets_nothing_until_it_answers_again():
             a = table.find("a")
             a.answers = True
             case.engines["a"].healthy = False
-            await until(lambda: not a.ready)
+            await coming(lambda: not a.ready)
             for _ in range(4):
                 assert (await case.post(chat()))[0] == 200
             assert not case.engines["a"].asked
             case.engines["a"].healthy = True
-            await until(lambda: a.ready)
+            await coming(lambda: a.ready)
 
     asyncio.run(go())
 
 
 def test_a_stream_from_an_engine_that_is_gone_is_not_waited_for_as_long():
     async def go():
-        async with gateway_case(probe_s=0.05, stall_s=30.0, gone_stall_s=0.3) as case:
+        async with gateway_case(probe_s=0.05, stall_s=30.0, gone_stall_s=1.0) as case:
             engine = case.engines["a"]
             engine.tell(Way.STALLS, after=2)
             engine.tell(pause_s=0.1, tokens=8)  # this one finishes what it has begun
             running = [asyncio.create_task(case.events(chat())) for _ in range(2)]
-            await until(lambda: engine.running == 2)
+            await coming(lambda: engine.running == 2)
             await asyncio.sleep(0.1)
             engine.healthy = False
-            stalled, finished = sorted(await asyncio.wait_for(asyncio.gather(*running), 10), key=len)
+            stalled, finished = sorted(await asyncio.wait_for(asyncio.gather(*running), PATIENT_S), key=len)
             assert (spoken(stalled), stalled[-1]["error"]["code"]) == ("t0 t1 ", "engine_failed")
             assert spoken(finished) == "".join(f"t{n} " for n in range(8))
             assert not case.gateway.table.members[0].on_gone
@@ -325,7 +326,7 @@ def test_an_engine_that_dies_after_the_first_byte_again_and_again_is_set_aside()
 
 def test_a_request_has_its_time_and_no_more():
     async def go():
-        async with gateway_case(request_s=0.25, first_byte_s=5.0, stall_s=5.0) as case:
+        async with gateway_case(request_s=1.0) as case:
             engine = case.engines["a"]
             engine.tell(delay_s=60.0, times=2)
             status, _, found = await case.post(chat())
@@ -335,16 +336,14 @@ def test_a_request_has_its_time_and_no_more():
             async with case.session.post(case.url + CHAT, json=chat(stream=True)) as response:
                 events = events_in(await response.read())
             assert events[-1]["error"]["code"] == "timeout"
-            await until(lambda: engine.running == 0)
+            await coming(lambda: engine.running == 0)
 
     asyncio.run(go())
 
 
-def test_what_the_gateway_itself_slept_through_is_no_engines_fault(monkeypatch):
-    monkeypatch.setattr("coral_core.serving.patience.LOOK_S", 0.1)
-
+def test_what_the_gateway_itself_slept_through_is_no_engines_fault():
     async def go():
-        async with gateway_case(stall_s=0.5, first_byte_s=0.5, probe_s=60.0) as case:
+        async with gateway_case(stall_s=1.0, first_byte_s=1.0) as case:
             engine, member = case.engines["a"], case.gateway.table.members[0]
             for turn in (
                 {"pause_s": 0.1, "tokens": 8},
@@ -352,9 +351,9 @@ def test_what_the_gateway_itself_slept_through_is_no_engines_fault(monkeypatch):
             ):  # in a stream, and before its first byte
                 engine.tell(**turn)
                 running = asyncio.create_task(case.events(chat()))
-                await until(lambda: engine.running == 1)
-                await asyncio.sleep(0.15)
-                time.sleep(1.0)  # noqa: ASYNC251 - gateway, engine and client stand still together
+                await coming(lambda: engine.running == 1)
+                await asyncio.sleep(0.2)
+                time.sleep(2.0)  # noqa: ASYNC251 - gateway, engine and client stand still together
                 assert spoken(await running) == "".join(f"t{n} " for n in range(8))
             assert member.failures == 0
             engine.tell(Way.STALLS, after=2)

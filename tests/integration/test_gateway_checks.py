@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 
 import pytest
 
@@ -12,17 +11,18 @@ from coral_core.domain.workload import Phase
 from coral_core.serving.limits import KeyTerms
 from coral_core.serving.sparing_log import MOST
 from tests.fakes.fake_engine import Way
-from tests.fakes.gateway_case import CHAT, KEY, TEXT, Case, chat, gateway_case, spoken, terms_of, text, until
+from tests.fakes.gateway_case import CHAT, KEY, TEXT, Case, chat, gateway_case, spoken, terms_of, text
+from tests.fakes.waiting import PATIENT_S, coming
 
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 
 
-async def raw(case: Case, data: bytes, *, within_s: float = 5.0) -> bytes:
+async def raw(case: Case, data: bytes) -> bytes:
     """All that comes back for these bytes until the gateway ends the connection."""
     reader, writer = await asyncio.open_connection(*case.url.removeprefix("http://").split(":"))
     try:
         writer.write(data)
-        return await asyncio.wait_for(reader.read(), within_s)
+        return await asyncio.wait_for(reader.read(), PATIENT_S)
     finally:
         writer.close()
 
@@ -112,7 +112,7 @@ def test_paths_methods_models_and_health():
 @pytest.mark.servers
 def test_bytes_that_are_no_request_get_an_error_of_the_same_shape():
     async def go():
-        async with gateway_case(header_s=0.3, body_s=0.3, max_body_bytes=1000) as case:
+        async with gateway_case(header_s=1.0, body_s=1.0, max_body_bytes=1000) as case:
             for data in (
                 b"hello\r\n\r\n",
                 head(-1),
@@ -125,7 +125,6 @@ def test_bytes_that_are_no_request_get_an_error_of_the_same_shape():
             assert (await raw(case, head(10**12))).startswith(b"HTTP/1.1 413 ")
             chunked = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
             assert (await raw(case, chunked + b"400\r\n" + b" " * 1024 + b"\r\n")).startswith(b"HTTP/1.1 413 ")
-            begun_s = time.monotonic()
             assert await raw(case, b"POST /v1/chat") == b""  # headers that never end
             assert (await raw(case, head(100) + b"{")).startswith(b"HTTP/1.1 408 ")  # nor the body
             assert (await raw(case, head(8000) + b" " * 8000)).startswith(b"HTTP/1.1 413 ")
@@ -135,9 +134,8 @@ def test_bytes_that_are_no_request_get_an_error_of_the_same_shape():
             writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             writer.write(b"GET /hea")  # a second request that never ends
-            assert b"HTTP" not in await asyncio.wait_for(reader.read(), 5)
+            assert b"HTTP" not in await asyncio.wait_for(reader.read(), PATIENT_S)
             writer.close()
-            assert time.monotonic() - begun_s < 10
             assert case.gateway.running == 0
 
     asyncio.run(go())
@@ -156,7 +154,7 @@ def test_a_flood_of_nonsense_does_not_fill_the_log(caplog):
 
 def test_keys_and_their_limits():
     async def go():
-        terms = KeyTerms(requests_per_s=0.5, burst_requests=3, concurrent_requests=1)
+        terms = KeyTerms(requests_per_s=0.001, burst_requests=3, concurrent_requests=1)
         async with gateway_case(key=terms) as case:
             engine = case.engines["a"]
             for headers in (
@@ -177,7 +175,7 @@ def test_keys_and_their_limits():
                     assert response.status == status
             engine.tell(delay_s=60.0)
             running = asyncio.create_task(case.post(chat(), headers=AUTHORIZED))
-            await until(lambda: engine.running == 1)
+            await coming(lambda: engine.running == 1)
             status, answered, found = await case.post(chat(), headers=AUTHORIZED)
             assert (status, found["error"]["code"], answered["retry-after"]) == (429, "concurrency_limit", "1")
             engine.release.set()
@@ -185,7 +183,8 @@ def test_keys_and_their_limits():
             for _ in range(2):
                 assert (await case.post(chat(), headers=AUTHORIZED))[0] == 200
             status, answered, found = await case.post(chat(), headers=AUTHORIZED)
-            assert (status, found["error"]["code"], answered["retry-after"]) == (429, "rate_limit_exceeded", "2")
+            assert (status, found["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert 500 < int(answered["retry-after"]) <= 1000
             assert found["error"]["type"] == "rate_limit_error"
             assert len(engine.asked) == 3
 
@@ -200,7 +199,7 @@ def test_a_queue_beyond_the_slo_turns_requests_away_and_they_count_as_demand():
             engine.tell(delay_s=60.0, times=9)
             # One is at work; two more are done within 0.5 s at 4 requests/s, a fourth is not.
             running = [asyncio.create_task(case.events(chat())) for _ in range(4)]
-            await until(lambda: engine.running == 4)
+            await coming(lambda: engine.running == 4)
             status, headers, found = await case.post(chat(stream=True))
             assert (status, headers["retry-after"], found["error"]["code"]) == (429, "1", "model_overloaded")
             assert 'waiting_requests{for="first_token",model="tiny"} 4.0' in case.gateway.metrics.text().decode()
@@ -257,7 +256,7 @@ def test_the_gateway_has_its_own_limit_on_requests():
             engine = case.engines["a"]
             engine.tell(delay_s=60.0)
             running = asyncio.create_task(case.post(chat()))
-            await until(lambda: engine.running == 1)
+            await coming(lambda: engine.running == 1)
             assert (await case.post(chat()))[2]["error"]["code"] == "gateway_unavailable"
             engine.release.set()
             assert (await running)[0] == 200

@@ -6,6 +6,7 @@ import asyncio
 import json
 
 from tests.fakes.gateway_case import TEXT, events_in, gateway_case, text
+from tests.fakes.waiting import PATIENT_S
 
 
 async def _asked(url: str, body: bytes) -> tuple[bytes, bytes]:
@@ -13,7 +14,7 @@ async def _asked(url: str, body: bytes) -> tuple[bytes, bytes]:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
     head = f"POST {TEXT} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
-    found = await asyncio.wait_for(reader.read(), 10)
+    found = await asyncio.wait_for(reader.read(), PATIENT_S)
     writer.close()
     first, _, rest = found.partition(b"\r\n\r\n")
     return first.lower(), rest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
@@ -19,6 +20,7 @@ from coral_core.clock import SystemClock
 from coral_core.forecast import DemandSample
 from tests.fakes.fake_engine import FakeEngine, fake_engine
 from tests.fakes.gateway_case import CHAT, MODEL, TOKEN, chat, events_in, spoken
+from tests.fakes.waiting import PATIENT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +31,7 @@ def files(folder: Path, engine_url: str, **changes: object) -> Path:
         "listen": {"port": 0},
         "admin": {"port": 0, "token_file": "token"},
         "keys_file": "keys.yaml",
-        "limits": {"drain_s": 5.0},
+        "limits": {"drain_s": 60.0},
         "models": [
             {
                 "name": MODEL,
@@ -55,6 +57,16 @@ def new_key(capsys, folder: Path) -> str:
     return made["key"]
 
 
+async def draining(session: aiohttp.ClientSession, url: str) -> None:
+    """Returns once the gateway says so or takes no connections any more."""
+    with contextlib.suppress(aiohttp.ClientError):
+        status = 200
+        while status != 503:
+            await asyncio.sleep(0.05)
+            async with session.get(url + "/health") as response:
+                status = response.status
+
+
 @pytest.mark.servers
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_signal_lets_what_runs_finish_and_a_second_one_does_not(tmp_path, capsys, signals):
@@ -71,24 +83,24 @@ def test_a_signal_lets_what_runs_finish_and_a_second_one_does_not(tmp_path, caps
             cwd=ROOT,
         )
         try:
-            said = json.loads(await asyncio.wait_for(process.stdout.readline(), 60))
+            said = json.loads(await asyncio.wait_for(process.stdout.readline(), PATIENT_S))
             assert (said["event"], said["ready"], said["not_ready"]) == ("started", ["a"], [])
             headers = {"Authorization": f"Bearer {key}"}
             async with aiohttp.ClientSession(headers=headers) as session:
                 async with session.post(said["url"] + CHAT, json=chat()) as answered:
                     assert answered.status == 200
-                engine.tell(tokens=8, pause_s=0.25)
+                engine.tell(tokens=8 if signals == 1 else 1000, pause_s=0.25)
                 async with session.post(said["url"] + CHAT, json=chat(stream=True)) as response:
                     first = await response.content.readany()
                     for _ in range(signals):
                         process.send_signal(signal.SIGTERM)
-                        await asyncio.sleep(0.3)
+                        await draining(session, said["url"])  # else two signals may be one
                     events = events_in(first + await response.read())
             if signals == 1:
                 assert spoken(events) == "".join(f"t{n} " for n in range(8))
             else:
                 assert events[-1]["error"]["code"] == "gateway_unavailable"
-            assert await asyncio.wait_for(process.wait(), 30) == 0
+            assert await asyncio.wait_for(process.wait(), PATIENT_S) == 0
             assert json.loads(await process.stdout.readline()) == {"event": "stopped"}
         finally:
             if process.returncode is None:

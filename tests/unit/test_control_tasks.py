@@ -33,9 +33,10 @@ from tasks.coordinator import launcher
 from tasks.executor import InlineExecutor
 from tasks.library import build_library, build_spec_from_scenario
 from tasks.node_agent import hello_of, take_cpus, who_am_i
-from tests.fakes.control_processes import ROOT, free_ports, until
+from tests.fakes.control_processes import ROOT, free_ports
 from tests.fakes.control_world import World
 from tests.fakes.gateway_case import TOKEN
+from tests.fakes.waiting import PATIENT_S, until
 
 TAGS = {
     "coral:instance": "a-1",
@@ -333,21 +334,21 @@ def test_an_engine_as_an_agent_sees_it(tmp_path):
     runner = replace_runner(runner)
     (tmp_path / STATUS_FILE).write_text('{"state": "failed", "weight_frac": 0, "nodes": {}}', encoding="utf-8")
     runner.start(launch("writes", str(tmp_path / "status.text")), f"http://127.0.0.1:{port}")
-    until(lambda: runner.report().state is NodeState.READY, within_s=20, what="it is ready")
-    until(lambda: runner.report().sample is not None, within_s=10, what="it is scraped")
+    until(lambda: runner.report().state is NodeState.READY, "it is ready")
+    until(lambda: runner.report().sample is not None, "it is scraped")
     assert runner.report().sample.running_requests == 0
     assert runner.report().alive
     assert (tmp_path / LOG_FILE).exists()
     assert (runner.report().weight_frac, runner.report().lost_nodes) == (None, {})  # nothing left of an earlier engine
     said = {"state": "degraded", "weight_frac": 0.5, "nodes": {"0": {"lost": None}, "1": {"lost": "gone"}}}
     (tmp_path / "status.text").write_text(json.dumps(said), encoding="utf-8")
-    urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=5).close()
+    urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=PATIENT_S).close()
     assert (runner.report().weight_frac, runner.report().lost_nodes) == (0.5, {"1": "gone"})
     runner.stop(2.0)
     assert (runner.report().state, runner.report().alive) == (NodeState.ENDED, False)
     failing = replace_runner(runner)
     failing.start(launch("exits", "3"), f"http://127.0.0.1:{port}")
-    until(lambda: failing.report().state is NodeState.FAILED, within_s=20, what="it has failed")
+    until(lambda: failing.report().state is NodeState.FAILED, "it has failed")
     assert failing.report().reason
     failing.stop(1.0)
     assert not failing.report().alive
