@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from coral_core.clock import ListeningClock
 from coral_core.cloud.budget import check_plan
 from coral_core.cloud.engine_port import Readiness, asked
 from coral_core.cloud.fleet_view import Exhausted, Instance, Signals, gather, holdings
@@ -87,7 +88,9 @@ class _Run:
         self.listed_alive: set[str] = set()
         self.unknown_s: dict[tuple[str, int], float] = {}  # orders without an answer
         self.said: dict[Readiness, set[str]] = {}  # instances by what the serving side says of them
-        self.unready_since_s: dict[str, float] = {}
+        # A run that stood still itself has not seen engines silent meanwhile.
+        self.looked_s = ListeningClock(ports.clock.monotonic_s, most_s=2 * policy.poll_s)
+        self.unready_since_s: dict[str, float] = {}  # in `looked_s`
         self.weight: dict[str, float] = {}
         self.drain_since_s: dict[str, float] = {}
         self.drained: set[str] = set()
@@ -147,13 +150,14 @@ class _Run:
         self.stopped_s = {n: since_s for n, since_s in self.stopped_s.items() if now_s - since_s < self.policy.settle_s}
         merged = {**{name: node for name, (node, _) in self.started.items()}, **listed}
         self.nodes = {name: self._ending(node) if name in self.stopped_s else node for name, node in merged.items()}
-        self._ask_engines(now_s)
+        self._ask_engines()
 
     def _ending(self, node: Node) -> Node:
         """A node that was told to stop, whatever a lagging listing says."""
         return node if node.state is NodeState.GONE else replace(node, state=NodeState.ENDING)
 
-    def _ask_engines(self, now_s: float) -> None:
+    def _ask_engines(self) -> None:
+        now_s = self.looked_s()
         self.said = {readiness: set() for readiness in Readiness}
         for instance in gather(self.nodes.values()):
             name = instance.instance_id
@@ -166,7 +170,7 @@ class _Run:
         self.begun -= self.said[Readiness.READY] | self.said[Readiness.DEGRADED]
 
     def reconcile(self) -> Reconciliation:
-        now_s = self.ports.clock.monotonic_s()
+        now_s = self.looked_s()
         signals = Signals(
             ready=frozenset(self.said[Readiness.READY]),
             degraded=frozenset(self.said[Readiness.DEGRADED]),

@@ -24,6 +24,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ORPHAN_GRACE_S = 5.0
 """What an engine gets to end by itself after its owner has died."""
 POLL_S = 0.1
+MOST_S = 1.0
+"""Of a longer gap between two looks only so much counts as grace: the machine stood still, and the engine with it."""
 
 
 class Keeper:
@@ -112,22 +114,24 @@ def commands() -> Iterator[str]:
 
 def keep(keeper: Keeper) -> None:
     """Return once the engine and all it started are gone: by itself, by `stop`, or because the owner is gone."""
-    deadline_s: float | None = None
-    lines = commands()
+    left_s: float | None = None
+    lines, looked_s = commands(), time.monotonic()
     while not keeper.reap():
         line = next(lines, None)
         if line is None:  # the owner's end is closed
             time.sleep(POLL_S)
+        since_s, looked_s = looked_s, time.monotonic()
+        if left_s is not None:
+            left_s -= min(looked_s - since_s, MOST_S)
         if line is None or line.startswith("stop "):
             grace_s = ORPHAN_GRACE_S if line is None else float(line.removeprefix("stop "))
-            due_s = time.monotonic() + grace_s
-            if deadline_s is None:
+            if left_s is None:
                 keeper.signal_root(signal.SIGTERM)
                 # A stopped process gets no signal but these two.
                 keeper.signal_root(signal.SIGCONT)
-            deadline_s = due_s if deadline_s is None else min(deadline_s, due_s)
+            left_s = grace_s if left_s is None else min(left_s, grace_s)
         # Without its root an engine is none: the rest goes at once.
-        if keeper.exit is not None or (deadline_s is not None and time.monotonic() >= deadline_s):
+        if keeper.exit is not None or (left_s is not None and left_s <= 0):
             keeper.kill_all()
 
 

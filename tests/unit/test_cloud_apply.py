@@ -200,6 +200,26 @@ def test_an_engine_that_never_answers_is_rolled_back_and_given_up(world):
     assert len([m for m in world.cloud.machines.values() if m.order.tags.template_id == "d-two"]) == 3 * 2
 
 
+def test_what_a_run_itself_slept_through_is_no_engines_silence(world):
+    goal = plan(wanted(TWO, 1))
+    world.apply(goal, limits())
+    held = {machine.node_id for machine in world.cloud.held()}
+    world.clock.advance(2 * POLICY.start_timeout_s)
+    world.engine.broken.add("d-two")  # it answers late, for two looks
+    slept_s = []
+
+    def sleep(duration_s: float) -> None:
+        slept_s.append(duration_s)
+        world.clock.advance(duration_s if len(slept_s) > 1 else 3600.0)
+        if len(slept_s) > 1:
+            world.engine.broken.clear()
+
+    report = world.apply(goal, limits(), apply_policy(deadline_s=1e5), sleep=sleep)
+    assert report.status is ApplyStatus.CONVERGED
+    assert len(slept_s) >= 2
+    assert {machine.node_id for machine in world.cloud.held()} == held
+
+
 def test_engines_that_cannot_be_asked_condemn_nobody(world):
     world.apply(plan(wanted(TWO, 1)), limits())
     world.engine.unreachable = True

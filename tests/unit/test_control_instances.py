@@ -80,6 +80,17 @@ def test_a_lost_node_that_serves_is_kept_while_the_gateways_probe_is_answered():
     assert stage(dead) is Stage.FAILED
 
 
+def test_one_that_starts_is_given_the_grace_whatever_the_gateway_says_of_it():
+    world = World({"i": 1})
+    world.advance(1)
+    assert stage(world) is Stage.STARTING
+    world.agents["i", 0].connected = False
+    world.advance(int(TERMS.lost_s + TERMS.unheard_grace_s) - 1)
+    assert stage(world) is Stage.STARTING
+    world.advance(3)
+    assert stage(world) is Stage.FAILED
+
+
 def test_a_lost_rank_is_kept_while_tokens_come():
     world = up(i=2)
     world.agents["i", 1].connected = False

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coral_core.clock import ListeningClock
+from coral_core.engine import keeper
 from coral_core.engine.plugin.kv_lease import LeaseTable, NoLeaseError
 from coral_core.serving.control.held import Stage, Tell
 from coral_core.serving.control.instances import Instances
@@ -38,6 +42,38 @@ def test_time_counts_while_one_listens_and_a_pause_counts_as_one_look(gaps_s, pa
     assert listened_s() == pytest.approx(before_s + 1.0)
     time.now_s -= pause_s  # no clock does that; nothing is lost if one did
     assert listened_s() == pytest.approx(before_s + 1.0)
+
+
+def test_the_grace_of_an_engine_that_ends_is_not_used_up_by_standing_still(monkeypatch):
+    """What the keeper's loop sees: told to end within 5 s, it stands still for a minute, then looks on."""
+    time, seen = Time(), []
+
+    class Engine:
+        exit = None
+        root = 1
+
+        def reap(self) -> bool:
+            return "killed" in seen
+
+        def signal_root(self, number: int) -> None:
+            seen.append(number)
+
+        def kill_all(self) -> None:
+            seen.append("killed")
+
+    def looks():
+        yield "stop 5.0"
+        for gap_s in (PAUSE_S, *[0.5] * 7):
+            time.now_s += gap_s
+            yield ""
+            assert "killed" not in seen
+        time.now_s += 0.5
+        yield ""
+
+    monkeypatch.setattr(keeper, "commands", looks)
+    monkeypatch.setattr(keeper, "time", SimpleNamespace(monotonic=time, sleep=lambda _: None))
+    keeper.keep(Engine())
+    assert seen == [signal.SIGTERM, signal.SIGCONT, "killed"]
 
 
 def test_a_lease_does_not_end_while_its_producer_stands_still_but_it_ends():
@@ -81,10 +117,11 @@ def test_nobody_is_lost_whatever_a_coordinator_hears_first_after_a_pause(first):
             instances.bye(b"x", PAUSE_S)
             instances.tick(PAUSE_S)
     assert one.stage is Stage.STARTING
-    for second in range(int(TERMS.lost_s) - 1):
+    patience_s = int(TERMS.lost_s + TERMS.unheard_grace_s)  # with one that starts
+    for second in range(patience_s - 1):
         instances.tick(PAUSE_S + second)
     assert one.stage is Stage.STARTING
     for second in range(3):
-        instances.tick(PAUSE_S + TERMS.lost_s + second)
+        instances.tick(PAUSE_S + patience_s + second)
     assert one.stage is Stage.FAILED
     assert "has not been heard of" in one.reason

@@ -6,7 +6,7 @@ did not take effect is said again. An instance fails as a whole:
     a node says that its engine failed, or runs something else, or nothing any more
     a node's agent is lost (not heard of for `lost_s`, or gone) while the instance runs, and there is no evidence that the
     engine works: for the node that serves that the gateway's newest probe was answered, for another that tokens have come
-    since it was heard of; such evidence holds for `unheard_grace_s`
+    since it was heard of; such evidence holds for `unheard_grace_s`. One that starts has that grace in any case
 
 An engine that can go on without a node says so through the node that serves: within `word_s` of another node's trouble it
 names that node, and the instance is degraded, not failed; a node that it does not name by then condemns the instance.
@@ -314,14 +314,13 @@ class Instances:
         if silent_s <= self.terms.lost_s:
             return ""
         late = silent_s > self.terms.lost_s + self.terms.unheard_grace_s
-        if not late and self._works_without(one, number, heard_s, now_s):
+        # One that starts loads a machine as never again, and nobody waits for it yet.
+        if not late and (one.stage is not Stage.READY or self._works_without(one, number, heard_s, now_s)):
             return ""
         return f"its agent has not been heard of for {silent_s:.0f} s"
 
     def _works_without(self, one: Held, number: int, heard_s: float, now_s: float) -> bool:
         """Whether there is evidence that the engine works though the agent of a node is silent."""
-        if one.stage is not Stage.READY:
-            return False
         seat = one.seats.get(number)
         if one.nodes == 1 or (seat is not None and seat.report.serves):
             row = self._rows.get(one.instance_id)
