@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from coral_core.catalog.models import package_models
+from coral_core.clock import ListeningClock
 from coral_core.cloud.local_processes import end_all, members
 from coral_core.config.resolve import ResolvedScenario
 from coral_core.domain.launch import Runtime
@@ -224,10 +225,10 @@ class Programs:
         """Where a program's output is."""
         return self.serving.folder / f"{name}.log"
 
-    def _await(self, name: str, true: Callable[[], bool], *, within_s: float = 60.0) -> None:
-        end_s = time.monotonic() + within_s
+    def _await(self, name: str, true: Callable[[], bool], *, within_s: float = 120.0) -> None:
+        waited_s = ListeningClock(time.monotonic, most_s=5.0)  # which asking may take
         while not true():
-            if self.running[name].poll() is not None or time.monotonic() > end_s:
+            if self.running[name].poll() is not None or waited_s() > within_s:
                 said = "\n".join(
                     self.log(name).read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
                 )
@@ -256,7 +257,9 @@ def guarded(folder: Path) -> Iterator[None]:
     finally:
         if guard.stdin:
             guard.stdin.close()
-        guard.wait()
+        while guard.returncode is None:
+            with contextlib.suppress(KeyboardInterrupt):  # nothing is left to be cut short
+                guard.wait()
 
 
 def end_serving(folder: str) -> int:

@@ -19,6 +19,7 @@ USAGE_EXIT_CODE = InputError.exit_code
 app = App(
     name="coral",
     version=__version__,
+    suppress_keyboard_interrupt=False,  # `run` says that it was interrupted
     help="Serve many LLMs at once on rented, mixed cloud GPUs at the least cost.",
     help_epilogue="Exit codes: 0 done, 2 wrong input, 3 no (full) solution, 4 a fact is missing, 5 solver, 6 store, 7 cloud, 8 serving, 9 measurement.",
 )
