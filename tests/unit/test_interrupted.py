@@ -9,10 +9,14 @@ import sys
 from coral_core.cli.entry import run
 from tasks.local_serving import ROOT, serving_processes
 
-PROGRAM = """
+PROGRAM = r"""
 import os, pathlib, signal, subprocess, sys
 from tasks.local_serving import MARK, guarded
 folder = pathlib.Path(sys.argv[1])
+slow = folder / "slow-guard"
+slow.write_text(f"#!/bin/sh\ncat >/dev/null\nsleep 1\nexec {sys.executable} \"$@\" </dev/null\n")
+slow.chmod(0o755)
+sys.executable = str(slow)  # so that the second interrupt surely comes while the guard is waited for
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     with guarded(folder):
@@ -43,7 +47,7 @@ def test_whoever_is_impatient_and_interrupts_twice_leaves_nothing_either(tmp_pat
     ) as process:
         for said in (b"up\n", b"ending\n"):
             assert process.stdout.readline() == said
-            process.send_signal(signal.SIGINT)  # the second one comes while the guard is waited for
+            process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == b"over\n"
         assert serving_processes(tmp_path) == 0
     assert process.returncode != 0
