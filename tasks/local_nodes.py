@@ -14,6 +14,7 @@ from coral_core.cloud.local_records import LocalNode
 from coral_core.config.settings import Settings
 from coral_core.errors import InputError
 from coral_core.units import GIB
+from tasks.node_agent import memory_of_machine
 
 LOCAL_ZONES: Final = {"local": ("local-a",)}
 AGENT: Final = (sys.executable, "-c", "from coral_core.cli.entry import main; main()", "agent", "run", "--config")
@@ -40,12 +41,15 @@ def local_provisioner(settings: Settings, clock: Clock, *, agent: tuple[str, ...
 
 
 def local_machine(settings: Settings) -> LocalMachine:
-    """The CPUs that this process may use, and memory and ports as set; a node takes one CPU per device."""
-    memory_bytes = (
-        int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * MEMORY_FRAC)
-        if settings.local_memory_gib is None
-        else int(settings.local_memory_gib * GIB)
-    )
+    """The CPUs that this process may use, and memory and ports as set; a node takes one CPU per device.
+
+    Raises InputError for more memory than there is.
+    """
+    there_bytes, memory_gib = memory_of_machine(), settings.local_memory_gib
+    memory_bytes = int(there_bytes * MEMORY_FRAC if memory_gib is None else memory_gib * GIB)
+    if memory_bytes > there_bytes:
+        what = f"{memory_gib:g} GiB are more than this machine has"
+        raise InputError(what, where="CORAL_LOCAL_MEMORY_GIB", fix=f"at most {there_bytes / GIB:.1f}")
     configs = load_catalog("local").configs.values()
     return LocalMachine(
         cpus=tuple(sorted(os.sched_getaffinity(0))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import time
@@ -64,17 +65,31 @@ def hello_of(spec: AgentSpec, who: Whoami) -> Hello:
     )
 
 
-def take_cpus(cpus: tuple[int, ...]) -> None:
-    """Keep this process, and the engine that it starts, to these CPUs; none: all. Raises InputError for one not there."""
-    if not cpus:
-        return
-    try:
-        os.sched_setaffinity(0, cpus)
-    except OSError:
-        there = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+def take_share(spec: AgentSpec) -> None:
+    """Keep this process, and the engine that it starts, to the file's CPUs; none: all. InputError for what is not there.
+
+    Memory is only compared with the machine's: nothing keeps an engine to it.
+    """
+    there_bytes = memory_of_machine()
+    if spec.memory_bytes is not None and spec.memory_bytes > there_bytes:
+        what = f"cannot have {spec.memory_bytes} bytes of memory"
+        raise InputError(what, where="memory_bytes", fix=f"there are {there_bytes}")
+    before = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):  # none of them is there
+        os.sched_setaffinity(0, spec.cpus or before)
+    missing = set(spec.cpus) - os.sched_getaffinity(0)  # the kernel takes a list of which some are there
+    if missing:
+        os.sched_setaffinity(0, before)
         raise InputError(
-            f"cannot have CPUs {', '.join(map(str, cpus))}", where="cpus", fix=f"there are {there}"
-        ) from None
+            f"cannot have CPUs {', '.join(map(str, sorted(missing)))}",
+            where="cpus",
+            fix=f"there are {', '.join(map(str, sorted(before)))}",
+        )
+
+
+def memory_of_machine() -> int:
+    """Bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _from_metadata(spec: MetadataSpec, patience_s: float) -> tuple[str, str, str, Mapping[str, str]]:

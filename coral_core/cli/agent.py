@@ -36,7 +36,7 @@ def run(
     from coral_core.serving.control.agent import AgentTerms, Ending, agent_keys, attend
     from coral_core.serving.signals import on_signals
     from tasks.engine_runner import EngineRunner
-    from tasks.node_agent import hello_of, take_cpus, who_am_i
+    from tasks.node_agent import hello_of, take_share, who_am_i
 
     spec = load_agent_file(config)
     agent_keys(spec.keys_file)
@@ -48,6 +48,10 @@ def run(
     except InputError as error:
         where = error.where if spec.engine_python is None else f"{config}: engine_python"
         raise InputError(error.what, where=where, fix=error.fix) from None
+    try:
+        take_share(spec)
+    except InputError as error:
+        raise InputError(error.what, where=f"{config}: {error.where}", fix=error.fix) from None
     if check:
         if spec.node is not None:
             who_am_i(spec)
@@ -58,7 +62,6 @@ def run(
             print_text(f"{config} is right: agent of {spec.coordinator}, engines by {interpreter}")
         return
     who = who_am_i(spec)
-    take_cpus(spec.cpus)
     say = Teller(as_json=as_json)
     name = f"node {who.tags.node} of {who.tags.instance_id} ({who.node_id})"
 

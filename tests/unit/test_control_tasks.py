@@ -32,7 +32,7 @@ from coral_core.serving.control.state_file import write_state
 from tasks.coordinator import launcher
 from tasks.executor import InlineExecutor
 from tasks.library import build_library, build_spec_from_scenario
-from tasks.node_agent import hello_of, take_cpus, who_am_i
+from tasks.node_agent import hello_of, take_share, who_am_i
 from tests.fakes.control_processes import ROOT, free_ports
 from tests.fakes.control_world import World
 from tests.fakes.gateway_case import TOKEN
@@ -119,11 +119,14 @@ def test_a_node_that_nobody_knows_is_told(monkeypatch):
 def test_cpus_of_its_own():
     before = os.sched_getaffinity(0)
     try:
-        take_cpus(())
-        take_cpus((min(before),))
+        take_share(agent_spec(metadata={}, cpus=()))
+        assert os.sched_getaffinity(0) == before
+        for cpus in ([4000], [min(before), 4000]):
+            with pytest.raises(InputError, match="cannot have CPUs 4000"):
+                take_share(agent_spec(metadata={}, cpus=cpus))
+            assert os.sched_getaffinity(0) == before
+        take_share(agent_spec(metadata={}, cpus=[min(before)]))
         assert os.sched_getaffinity(0) == {min(before)}
-        with pytest.raises(InputError, match="cannot have CPUs 4000"):
-            take_cpus((4000,))
     finally:
         os.sched_setaffinity(0, before)
 
@@ -247,6 +250,18 @@ def test_files_are_checked_before_anything_is_started(files, capsys):
     (files / "keys" / "agent-fleet.keys").chmod(0o644)
     assert run(["agent", "run", "--config", str(files / "agent.yaml"), "--check"]) == 2
     assert "chmod 600" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"), [({"cpus": [4000]}, "cpus: cannot have CPUs 4000"), ({"memory_bytes": 2**60}, "memory_bytes: ")]
+)
+def test_what_the_machine_lacks_is_told_when_files_are_checked(files, capsys, asked, said):
+    document = json.loads((files / "agent.yaml").read_text(encoding="utf-8"))
+    (files / "agent.yaml").write_text(json.dumps(document | asked), encoding="utf-8")
+    assert run(["agent", "run", "--config", str(files / "agent.yaml"), "--check"]) == 2
+    told = capsys.readouterr().err
+    assert f"agent.yaml: {said}" in told
+    assert "there are" in told
 
 
 def test_an_engine_of_its_own_file_is_taken_first(files, capsys):

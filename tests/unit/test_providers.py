@@ -63,6 +63,8 @@ def test_local_nodes_take_their_share_of_the_machine_and_their_agents_its_terms(
     assert (found.memory_bytes, found.first_port, found.last_port) == (4 * 2**30, 22000, 22063)
     assert {name: size.cpus for name, size in found.sizes.items()} == {"local-large": 1, "local-small": 1}
     assert 0 < local_machine(Settings()).memory_bytes < 2**46
+    with pytest.raises(InputError, match="more than this machine has"):
+        local_machine(Settings(local_memory_gib=1e5))
 
     with LocalNodes(tmp_path) as nodes:
         order = NodeOrder(region="here", zone="here-a", market=Market.ON_DEMAND, tags=TAGS)
