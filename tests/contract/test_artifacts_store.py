@@ -16,6 +16,7 @@ import pytest
 from artifacts.store import Store, open_store
 from coral_core.errors import InputError, StoreConflictError, StoreError
 from tests.fakes.s3_servers import BUCKET, S3Server, moto_s3, seaweedfs
+from tests.fakes.waiting import until
 
 SEAWEEDFS = pytest.param("seaweedfs", marks=pytest.mark.servers)
 
@@ -158,9 +159,7 @@ def test_no_part_of_an_object_is_ever_seen_although_writers_are_killed(tmp_path)
     seen = 0
     for round_ in range(4):
         with subprocess.Popen([*command, f"round{round_}"]) as writer:
-            deadline = time.monotonic() + 60
-            while not store.list_keys(f"round{round_}") and time.monotonic() < deadline:
-                time.sleep(0.01)
+            until(lambda round_=round_: store.list_keys(f"round{round_}"), "its first object")
             time.sleep(random.uniform(0.0, 0.05))
             writer.kill()
         keys = store.list_keys(f"round{round_}")

@@ -104,7 +104,7 @@ def aws_subject(server, clients) -> Subject:
 
     def fail(operation, trouble):
         if trouble == "lost":
-            server.rules.append(Rule(action=actions[operation], delay_s=1.5))
+            server.rules.append(Rule(action=actions[operation], delay_s=5.0))
             return
         code, status = codes[trouble]
         server.rules.append(Rule(action=actions[operation], code=code, status=status))
@@ -208,7 +208,7 @@ def ec2():
         for name, value in server.environment.items():
             patch.setenv(name, value)
         client = boto3.client("ec2", region_name="us-west-2")
-        yield server, (client, Boto3Api(read_timeout_s=10.0), Boto3Api(read_timeout_s=0.7))
+        yield server, (client, Boto3Api(read_timeout_s=60.0), Boto3Api(read_timeout_s=2.0))
         client.close()
 
 

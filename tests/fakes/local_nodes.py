@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from coral_core.cloud.local import LocalLaunch, LocalMachine, LocalProvisioner, 
 from coral_core.cloud.local_processes import members
 from coral_core.cloud.provisioner import StartOutcome
 from coral_core.units import MIB
+from tests.fakes.waiting import until
 
 ZONES = {"here": ("here-a", "here-b"), "there": ("there-a",)}
 SLEEPER = ("/bin/sh", "-c", "exec sleep 600")
@@ -168,11 +168,3 @@ class LocalNodes(LocalProvisioner):
             aside.rename(self.folder)
 
         return again
-
-
-def until(true: Callable[[], bool], *, within_s: float = 10.0) -> None:
-    """Wait for it; fails where it does not come."""
-    end_s = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end_s, "it did not come"
-        time.sleep(0.01)

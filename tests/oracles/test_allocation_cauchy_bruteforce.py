@@ -82,7 +82,7 @@ def problems(draw):
             DemandRow(model="m", phase=Phase.PREFILL, tokens_per_s=100.0),
             DemandRow(model="m", phase=Phase.DECODE, tokens_per_s=90.0),
         ),
-        options=AllocationOptions(gap_frac=1e-9, solver="highs", time_limit_s=20),
+        options=AllocationOptions(gap_frac=1e-9, solver="highs", time_limit_s=600),
     )
 
 

@@ -89,7 +89,7 @@ def test_the_largest_flow_is_the_smallest_cut(pool, data):
 @given(pool=pools())
 @settings(max_examples=40, deadline=None)
 def test_the_program_finds_the_best_of_all_placements(pool):
-    plan = helix(pool, degree=9, early_stop_frac=1.0, time_limit_s=30, search_rounds=1, solver=HighsSolver())
+    plan = helix(pool, degree=9, early_stop_frac=1.0, time_limit_s=600, search_rounds=1, solver=HighsSolver())
     verify_pool_plan(pool, plan)
     best = max(smallest_cut(pool, start, end) for start, end in placements(pool))
     assert plan.total_requests_per_s == pytest.approx(best, abs=1e-5)
@@ -100,7 +100,7 @@ def test_the_program_finds_the_best_of_all_placements(pool):
 @given(pool=pools())
 @settings(max_examples=25, deadline=None)
 def test_without_a_start_the_program_finds_it_too(pool):
-    plan = helix(pool, degree=9, early_stop_frac=1.0, time_limit_s=30, warm_start=False, solver=HighsSolver())
+    plan = helix(pool, degree=9, early_stop_frac=1.0, time_limit_s=600, warm_start=False, solver=HighsSolver())
     best = max(smallest_cut(pool, start, end) for start, end in placements(pool))
     assert plan.total_requests_per_s == pytest.approx(best, abs=1e-5)
 

@@ -34,7 +34,7 @@ SOLVER = HighsSolver()
 HELD = st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(any)
 
 
-def effort(gap_frac=0.0, limit_s=30.0):
+def effort(gap_frac=0.0, limit_s=600.0):
     return Effort(gap_frac=gap_frac, deadline_s=time.perf_counter() + limit_s)
 
 
@@ -250,7 +250,7 @@ def test_plans_of_units_give_what_the_whole_program_gives(problem):
 
 
 @settings(max_examples=30, deadline=None)
-@given(problem=scarce_problems(), tabulated=st.booleans(), limit_s=st.sampled_from([1e-6, 30.0]))
+@given(problem=scarce_problems(), tabulated=st.booleans(), limit_s=st.sampled_from([1e-6, 600.0]))
 def test_no_plan_is_worse_than_over_homogeneous_templates_or_what_runs(problem, tabulated, limit_s):
     """Whatever the gap wished for; out of time, no worse than doing nothing."""
     problem = replace(problem, options=replace(problem.options, time_limit_s=limit_s))
@@ -302,9 +302,9 @@ def test_the_time_limit_is_kept_with_a_plan_and_true_bounds():
         options=AllocationOptions(pd_same_region=True, gap_frac=0.0, solver="highs", time_limit_s=0.001),
     )
     solve_allocation(problem)  # loads what is compiled
-    started = time.perf_counter()
+    started_s = time.process_time()  # what this process works: the machine may stand still, or work for others
     hasty = solve_allocation(replace(problem, options=replace(problem.options, time_limit_s=1.0)))
-    assert time.perf_counter() - started < 15.0
+    assert time.process_time() - started_s < 15.0
     patient = solve_allocation(replace(problem, options=replace(problem.options, gap_frac=0.05, time_limit_s=4.0)))
     assert hasty.statistics["shortfall_bound"] <= patient.statistics["shortfall_weighted"] + 1e-6
     assert patient.statistics["shortfall_bound"] <= hasty.statistics["shortfall_weighted"] + 1e-6

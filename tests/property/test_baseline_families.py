@@ -92,7 +92,7 @@ def problems(draw, *, spare=True, scarce=True):
             pd_same_region=draw(st.booleans()),
             budget_usd_per_h=draw(st.sampled_from([None, 6.0, 25.0])) if scarce else None,
             gap_frac=1e-6,
-            time_limit_s=20,
+            time_limit_s=600,
             solver="highs",
         ),
     )

@@ -43,7 +43,7 @@ def problem(templates, demand, available=((99, 99),), price=((1.0, 2.0),), **fie
             throughput=np.array([t[3] for t in templates], dtype=float),
         ),
         demand=tuple(demand),
-        options=AllocationOptions(solver="highs", time_limit_s=10),
+        options=AllocationOptions(solver="highs", time_limit_s=600),
         **fields,
     )
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -137,8 +138,9 @@ def test_the_time_limit_is_kept():
 
     # hard: not proven in many times the limit
     given = random_problem(n=3000, held=8, time_limit_s=0.7, gap_frac=0.0, solver="highs")
+    begun_s = time.process_time()  # what this process works: the machine may stand still, or work for others
     result = solve_allocation(replace(given, demand=(replace(given.demand[0], tokens_per_s=300.0),)))
-    assert result.statistics["solve_s"] < 2.5
+    assert time.process_time() - begun_s < 3.0
     assert 0 < result.bound_usd_per_h <= result.objective_usd_per_h
     assert (result.status is AllocationStatus.OPTIMAL) == (result.gap_frac == 0)
 

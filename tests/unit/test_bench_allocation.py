@@ -41,7 +41,7 @@ def small_problem(available=4):
 
 
 def test_the_report_agrees_with_the_raw_program():
-    report = bench.bench_allocation("mine", "paper", small_problem(), repeats=2, raw_time_limit_s=10.0).to_json()
+    report = bench.bench_allocation("mine", "paper", small_problem(), repeats=2, raw_time_limit_s=600.0).to_json()
     json.dumps(report, allow_nan=False)
     assert report["objective_usd_per_h"] == solve_allocation(small_problem()).objective_usd_per_h
     assert report["raw_milp"]["status"] == "optimal"
@@ -57,7 +57,7 @@ def test_the_raw_program_may_be_left_out_and_may_find_nothing():
     assert report.raw_milp is None
     assert report.speedup_ratio is None
     assert report.solve_s == report.first_s
-    nothing = bench.raw_milp(small_problem(available=0), time_limit_s=5.0)
+    nothing = bench.raw_milp(small_problem(available=0), time_limit_s=600.0)
     assert (nothing.status, nothing.objective_usd_per_h, nothing.columns) == ("infeasible", None, 0)
 
 
@@ -76,7 +76,7 @@ def die(*_):
 
 def test_a_raw_program_whose_process_dies_is_reported(monkeypatch):
     monkeypatch.setattr(bench, "_raw_milp_into", die)
-    assert bench.raw_milp_apart(small_problem(), time_limit_s=5.0).status.startswith("failed")
+    assert bench.raw_milp_apart(small_problem(), time_limit_s=600.0).status.startswith("failed")
 
 
 def test_grown_problems_are_of_the_size_asked_and_alike_for_a_seed():

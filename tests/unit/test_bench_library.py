@@ -26,7 +26,7 @@ REQUIRED = {"combinations", "templates_kept", "core_s_per_combination", "wall_s"
 
 def bench(sample=6, **changes):
     spec = small_spec(n_max=2, **changes)
-    return bench_library("small", spec, workers=1, sample=SampleSpec(size=sample, time_limit_s=20.0))
+    return bench_library("small", spec, workers=1, sample=SampleSpec(size=sample, time_limit_s=600.0))
 
 
 def cheating(monkeypatch, factor=1.0, status=None):
@@ -117,7 +117,7 @@ def test_a_sample_larger_than_all_takes_all():
 def test_what_counts_as_agreement(monkeypatch, factor, status, expected):
     cheating(monkeypatch, factor, status)
     table = next(t for t in capacity_tables(small_spec()) if t.phase is Phase.DECODE)
-    found = compare_methods((table, np.array([1, 1, 1], dtype=np.int16)), time_limit_s=20.0, solver="highs")
+    found = compare_methods((table, np.array([1, 1, 1], dtype=np.int16)), time_limit_s=600.0, solver="highs")
     assert (found.same, found.is_better_by_ilp) == expected
     assert found.n_nodes == 3
     assert found.ilp_core_s > 0

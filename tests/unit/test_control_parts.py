@@ -267,10 +267,10 @@ def test_a_second_signal_means_at_once():
         first, second = asyncio.Event(), asyncio.Event()
         with on_signals(first, second.set):
             os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(first.wait(), 5)
+            await asyncio.wait_for(first.wait(), 120)
             assert not second.is_set()
             os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.wait_for(second.wait(), 5)
+            await asyncio.wait_for(second.wait(), 120)
 
     async def elsewhere():
         with on_signals(asyncio.Event()):

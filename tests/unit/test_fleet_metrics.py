@@ -164,9 +164,9 @@ def test_prometheus_is_answered_over_http(tmp_path):
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             url = process.stderr.readline().split()[2].rstrip(";")
-            with urllib.request.urlopen(url, timeout=30) as answer:
+            with urllib.request.urlopen(url, timeout=120) as answer:
                 text = answer.read().decode()
         finally:
             process.terminate()
-        assert process.wait(timeout=30) == 143
+        assert process.wait(timeout=120) == 143
     assert 'coral_plan_cost_usd_per_h{fleet="blue"} 20.5' in text

@@ -51,7 +51,7 @@ def test_two_equal_nodes_share_the_layers():
 
 
 def test_a_pool_that_cannot_hold_the_model_has_no_flow():
-    plan = helix(pool(node(8, 1), node(8, 1)), time_limit_s=5, solver=HighsSolver())
+    plan = helix(pool(node(8, 1), node(8, 1)), time_limit_s=600, solver=HighsSolver())
     assert (plan.total_requests_per_s, plan.flow_requests_per_s) == (0.0, {})
 
 
@@ -77,7 +77,7 @@ def test_the_bound_counts_no_node_beyond_the_flow():
 
 
 def test_the_program_improves_on_a_start_and_says_so():
-    plan = helix(MIXED, early_stop_frac=1.0, search_rounds=0, time_limit_s=20, solver=HighsSolver())
+    plan = helix(MIXED, early_stop_frac=1.0, search_rounds=0, time_limit_s=600, solver=HighsSolver())
     statistics = plan.statistics
     assert statistics["solved"] == 1.0
     starts = [statistics[f"flow_{name}_requests_per_s"] for name in ("petals", "search")]
@@ -187,7 +187,7 @@ def test_a_pool_is_paid_for_whole_and_what_it_cannot_serve_is_stated():
     missing = 1 - plan.total_requests_per_s / 10
     assert [item.frac for item in result.shortfall] == [pytest.approx(missing)] * 2
     assert [(item.template, item.region) for item in result.instances] == [(TEMPLATE_ID, "r1")]
-    by_policy = helix_policy(MIXED, region="r1", time_limit_s=5)
+    by_policy = helix_policy(MIXED, region="r1", time_limit_s=600)
     assert by_policy.solve(PROBLEM).cost_usd_per_h == 6.0
     assert (by_policy.name, by_policy.solve(PROBLEM).method) == ("helix", "helix")
 

@@ -19,7 +19,8 @@ from coral_core.domain.fleet import FleetId, Node, NodeState, NodeTags
 from coral_core.domain.hardware import Market
 from coral_core.domain.workload import Phase
 from coral_core.errors import ProvisionError
-from tests.fakes.local_nodes import FIRST_PORT, WITH_ENGINE, LocalNodes, machine, until
+from tests.fakes.local_nodes import FIRST_PORT, WITH_ENGINE, LocalNodes, machine
+from tests.fakes.waiting import until
 
 
 def order(number: int = 0, *, config: str = "one", zone: str = "here-a") -> NodeOrder:

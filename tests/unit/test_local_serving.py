@@ -33,7 +33,7 @@ from tasks.local_serving import (
     serving_processes,
     write_serving,
 )
-from tests.fakes.local_nodes import until
+from tests.fakes.waiting import PATIENT_S, until
 
 MODELS = {"tiny-chat": Path("/models/a"), "tiny-split": Path("/models/b")}
 
@@ -120,10 +120,10 @@ def test_what_is_left_ends_with_the_guarded_block_and_what_was_left_before_it(tm
     with marked_sleep(tmp_path) as before, marked_sleep(tmp_path / "other") as other:
         try:
             with guarded(tmp_path):
-                assert before.wait(timeout=10) == -signal.SIGKILL
+                assert before.wait(timeout=PATIENT_S) == -signal.SIGKILL
                 during = marked_sleep(tmp_path)
                 assert serving_processes(tmp_path) == 1
-            assert during.wait(timeout=10) == -signal.SIGKILL
+            assert during.wait(timeout=PATIENT_S) == -signal.SIGKILL
             assert end_serving(str(tmp_path)) == 0
             assert other.poll() is None
         finally:
@@ -144,7 +144,7 @@ def test_what_is_left_ends_also_when_its_maker_is_killed(tmp_path):
         assert process.stdout.readline() == b"up\n"
         assert serving_processes(tmp_path) == 1
         process.kill()
-    until(lambda: serving_processes(tmp_path) == 0, within_s=60)
+    until(lambda: serving_processes(tmp_path) == 0)
 
 
 # The demo ----------------------------------------------------------------------------------------------------------
