@@ -67,4 +67,4 @@ def test_inline_runs_as_it_is_asked_for_results():
 def _exit_code(code: str) -> int:
     import subprocess
 
-    return subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode
+    return subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode
