@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import re
+import time
 from contextlib import suppress
 from dataclasses import replace
 from datetime import date
