@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from coral_core.catalog import find_config, find_model, load_catalog, load_models
+from coral_core.catalog import find_model, load_models
 from coral_core.config.settings import load_settings
 from coral_core.domain.hardware import Gpu
 from coral_core.domain.models import ModelShape
+from coral_core.domain.templates import CapacitySource
 from coral_core.domain.workload import Lengths, Phase
+from coral_core.errors import InputError
 from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.factors import load_factors
 from coral_core.perf.profile import Profile, ProfilePoint
 from coral_core.perf.roofline import Step, layer_time
 from tasks.ledger import quantiles
+from tasks.profile_import import profiled_config
 
 
 def against_profile(profile: Profile, other: Profile) -> list[dict[str, Any]]:
     """`other`, read between its points, against the points of `profile`; TP sizes and phases that both have.
 
-    Raises DataGapError where they have none in common.
+    Raises InputError for profiles of different models, DataGapError where they have no phase and TP in common.
     """
-
-    def seconds(point: ProfilePoint) -> float | None:
-        curves = other.curves(point.phase, point.tp)
-        return (
-            None if curves is None else float(curves.layer_times(np.array([point.requests]), point.tokens).seconds[0])
+    if profile.key.model != other.key.model:
+        raise InputError(
+            f"layers of {other.key.model} say nothing of those of {profile.key.model}",
+            fix="compare profiles of one model",
         )
+
+    def seconds(point: ProfilePoint) -> tuple[float, CapacitySource] | None:
+        curves = other.curves(point.phase, point.tp)
+        if curves is None:
+            return None
+        found = curves.layer_times(np.array([point.requests]), point.tokens)
+        return float(found.seconds[0]), found.sources[0]
 
     rows = _compared(profile, seconds)
     if not rows:
@@ -41,8 +50,8 @@ def against_profile(profile: Profile, other: Profile) -> list[dict[str, Any]]:
 def against_estimates(profile: Profile, *, catalog: str) -> list[dict[str, Any]]:
     """The analytic estimate against the points of `profile`. Raises InputError for a configuration that the catalogue lacks."""
     shape = find_model(load_models(load_settings().models), profile.key.model)
-    gpu = find_config(load_catalog(catalog), profile.key.config).gpu
-    return _compared(profile, lambda point: estimated_layer_s(point, shape, profile.key.variant, gpu))
+    gpu, variant = profiled_config(catalog, profile.key.config).gpu, profile.key.variant
+    return _compared(profile, lambda point: (estimated_layer_s(point, shape, variant, gpu), CapacitySource.ESTIMATED))
 
 
 def estimated_layer_s(point: ProfilePoint, shape: ModelShape, variant: str, gpu: Gpu) -> float:
@@ -68,13 +77,20 @@ def estimated_layer_s(point: ProfilePoint, shape: ModelShape, variant: str, gpu:
     return float(time.total_s[0] - time.lm_head_s[0])
 
 
-def _compared(profile: Profile, seconds: Callable[[ProfilePoint], float | None]) -> list[dict[str, Any]]:
-    groups: dict[tuple[str, int], list[float]] = defaultdict(list)
+def _compared(
+    profile: Profile, seconds: Callable[[ProfilePoint], tuple[float, CapacitySource] | None]
+) -> list[dict[str, Any]]:
+    groups: dict[tuple[str, int], list[tuple[float, str]]] = defaultdict(list)
     for point in profile.points:
-        found = seconds(point)
-        if found is not None:
-            groups[point.phase.value, point.tp].append(found / point.layer_s - 1)
+        if found := seconds(point):
+            groups[point.phase.value, point.tp].append((found[0] / point.layer_s - 1, found[1].value))
     return [
-        {"phase": phase, "tp": tp, **quantiles(errors), "median_error_frac": float(np.median(errors))}
-        for (phase, tp), errors in groups.items()
+        {
+            "phase": phase,
+            "tp": tp,
+            **quantiles([error for error, _ in compared]),
+            "median_error_frac": float(np.median([error for error, _ in compared])),
+            "sources": dict(Counter(source for _, source in compared)),
+        }
+        for (phase, tp), compared in groups.items()
     ]

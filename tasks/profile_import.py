@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
+from coral_core.catalog import catalog_names, find_config, load_catalog
+from coral_core.domain.hardware import NodeConfig
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
 from coral_core.perf.layer_times import COLUMNS as LAYER_TIME_COLUMNS
@@ -20,8 +23,8 @@ Number = TypeVar("Number", int, float)
 _PHASES: Final = {"prefill": Phase.PREFILL, "prompt": Phase.PREFILL, "decode": Phase.DECODE}
 
 
-def read_points(file: Path) -> list[ProfilePoint]:
-    """The rows of a CSV with COLUMNS, and any of OPTIONAL after them. InputError names file and line."""
+def read_points(file: Path) -> tuple[list[ProfilePoint], list[int]]:
+    """The rows of a CSV with COLUMNS, and any of OPTIONAL after them, and their lines. InputError names file and line."""
     reader, header = _opened(file)
     more = header[len(COLUMNS) :]
     if tuple(header[: len(COLUMNS)]) != COLUMNS or not set(more) <= set(OPTIONAL) or len(set(more)) < len(more):
@@ -49,7 +52,7 @@ def read_points(file: Path) -> list[ProfilePoint]:
                 cv_frac=_read(float, row, "cv_frac", where) if row.get("cv_frac") else None,
             )
         )
-    return points
+    return points, list(range(2, len(points) + 2))
 
 
 def is_layer_time_table(file: Path) -> bool:
@@ -57,17 +60,21 @@ def is_layer_time_table(file: Path) -> bool:
     return _opened(file)[1] == list(LAYER_TIME_COLUMNS)
 
 
-def points_of_layer_times(file: Path, *, model: str, node: str, tp: int, context_tokens: float) -> list[ProfilePoint]:
-    """The rows of one model and node of a layer time table.
+def points_of_layer_times(
+    file: Path, *, model: str, node: str, tp: int, context_tokens: float
+) -> tuple[list[ProfilePoint], list[int]]:
+    """The rows of one model and node of a layer time table, and their lines.
 
     Its prompts are of any lengths, so each counts as one prompt of all its tokens; its decode times are of the context
     that the caller knows. InputError names file and line, DataGapError a node without rows.
     """
     times = read_layer_times(file, model)
     points: list[ProfilePoint] = []
+    lines: list[int] = []
     for phase in (Phase.PREFILL, Phase.DECODE):
         times.largest_batch(node, phase)  # raises for a node or phase without rows
         batches, seconds = times.points[node, phase]
+        lines += times.lines[node, phase]
         points += [
             ProfilePoint(
                 phase=phase,
@@ -78,7 +85,18 @@ def points_of_layer_times(file: Path, *, model: str, node: str, tp: int, context
             )
             for batch, time_s in zip(batches.tolist(), seconds.tolist(), strict=True)
         ]
-    return points
+    return points, lines
+
+
+def profiled_config(catalog: str, name: str) -> NodeConfig:
+    """The catalogue's node configuration; InputError says which other catalogue has it, or which there are."""
+    try:
+        return find_config(load_catalog(catalog), name)
+    except InputError as error:
+        others = [other for other in catalog_names() if other != catalog]
+        having = [other for other in others if name in load_catalog(other).configs]
+        fix = f"--catalog {having[0]} has it" if having else f"{error.fix}; other catalogues: {', '.join(others)}"
+        raise InputError(error.what, where=error.where, fix=fix) from None
 
 
 def _opened(file: Path) -> tuple[Sequence[list[str]], list[str]]:
@@ -91,6 +109,12 @@ def _opened(file: Path) -> tuple[Sequence[list[str]], list[str]]:
 
 def _read(kind: Callable[[str], Number], row: dict[str, str], column: str, where: str) -> Number:
     try:
-        return kind(row[column])
+        value = kind(row[column])
+        known = math.isfinite(value) and value >= 0
     except ValueError:
         raise InputError(f"{column} is {row[column]!r}, must be a number", where=where) from None
+    except OverflowError:  # more digits than any number that is meant
+        known = False
+    if not known:
+        raise InputError(f"{column} is {row[column]!r}, must be a finite number, not below 0", where=where)
+    return value

@@ -88,35 +88,35 @@ def import_profile(
     twice and times that fall as steps grow are refused, with row numbers.
     """
     from artifacts.profiles import write_profile
-    from coral_core.catalog import find_config, load_catalog, load_models
+    from coral_core.catalog import load_models
     from coral_core.catalog.model_ids import model_by_any_name, variant_by_name
     from coral_core.clock import SystemClock
     from coral_core.config.settings import load_settings
     from coral_core.perf.profile import Profile, ProfileKey
     from coral_core.perf.profile_check import checked_points
-    from tasks.profile_import import is_layer_time_table, points_of_layer_times, read_points
+    from tasks.profile_import import is_layer_time_table, points_of_layer_times, profiled_config, read_points
 
     models = load_models(load_settings().models)
     for option, text in (("--engine", engine), ("--version", version), ("--source", source)):
         if not text.strip():
             raise InputError("is empty", where=option, fix="profiles of an engine that nobody knows are of no use")
     shape = model_by_any_name(models, model)
-    place = find_config(load_catalog(catalog), config)
+    place = profiled_config(catalog, config)
     if is_layer_time_table(file):
         if rows_of is None or node is None or context is None:
             raise InputError(
                 "is a layer time table", where=file.name, fix="say whose rows count: --rows-of, --node and --context"
             )
-        points = points_of_layer_times(file, model=rows_of, node=node, tp=tp, context_tokens=context)
+        points, lines = points_of_layer_times(file, model=rows_of, node=node, tp=tp, context_tokens=context)
     else:
-        points = read_points(file)
+        points, lines = read_points(file)
     variant = variant_by_name(models, model, dtype)
     now = SystemClock().now()
     profile = Profile(
         key=ProfileKey(
             model=shape.name, variant=variant, config=place.name, engine=engine, version=version, flags=flag
         ),
-        points=checked_points(points, shape, variant, place.gpu, place.gpu_count, where=file.name),
+        points=checked_points(points, shape, variant, place.gpu, place.gpu_count, where=file.name, lines=lines),
         source=source,
         as_of=now.date(),
     )
@@ -193,7 +193,10 @@ def compare(
     store: StoreUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare a profile's points with another profile, or with what estimates say: quantiles of the relative error."""
+    """Compare a profile's points with another profile, or with what estimates say: quantiles of the relative error.
+
+    `sources` counts how many of the values compared with were measured, interpolated, extrapolated or estimated.
+    """
     from tasks.profile_compare import against_estimates, against_profile
 
     opened = open_configured_store(store)
@@ -202,8 +205,10 @@ def compare(
     if as_json:
         print_json({"profile": first, "with": second or "estimates", "rows": rows})
         return
-    columns = ("phase", "tp", "n", "median_abs_error_frac", "p90_abs_error_frac", "median_error_frac")
+    columns = ("phase", "tp", "n", "median_abs_error_frac", "p90_abs_error_frac", "median_error_frac", "sources")
     what = f"{second} (measured)" if second else "estimates (predicted)"
+    for row in rows:
+        row["sources"] = [f"{count} {source}" for source, count in row["sources"].items()]
     print_table(f"{what} against {first} (measured)", columns, [_cells(row, columns) for row in rows])
 
 

@@ -49,11 +49,12 @@ _DEFAULTS: Final = CapacityAssumptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Times of one layer of one model. `points` by (node, phase): batches, rising, and seconds, both (n,)."""
+    """Times of one layer of one model. `points` by (node, phase): batches, rising, and seconds, both (n,); `lines` in the file."""
 
     model: str
     source: str
     points: Mapping[tuple[str, Phase], tuple[Floats, Floats]]
+    lines: Mapping[tuple[str, Phase], tuple[int, ...]]
 
     def time_s(self, node: str, phase: Phase, batch: Floats) -> Floats:
         """Seconds of one layer at each batch, none of which may exceed `largest_batch`."""
@@ -84,7 +85,7 @@ def read_layer_times(file: Path, model: str) -> LayerTimes:
     header = next(reader, [])
     if header != list(COLUMNS):
         raise InputError(f"columns are {','.join(header)}", where=f"{file.name}:1", fix=f"due: {','.join(COLUMNS)}")
-    found: dict[tuple[str, Phase], dict[float, float]] = {}
+    found: dict[tuple[str, Phase], dict[float, tuple[float, int]]] = {}
     models: dict[str, None] = {}
     for cells in reader:
         where = f"{file.name}:{reader.line_num}"
@@ -98,13 +99,14 @@ def read_layer_times(file: Path, model: str) -> LayerTimes:
             curve = found.setdefault((cells[1], _PHASES[cells[2]]), {})
             if batch in curve:
                 raise InputError(f"{cells[1]} has two rows of phase {cells[2]} at x = {batch:g}", where=where)
-            curve[batch] = time_ms * MS
+            curve[batch] = (time_ms * MS, reader.line_num)
     if model not in models:
         raise unknown_name("model", model, models, where=file.name)
     points = {
-        key: (np.array(sorted(curve)), np.array([curve[x] for x in sorted(curve)])) for key, curve in found.items()
+        key: (np.array(sorted(curve)), np.array([curve[x][0] for x in sorted(curve)])) for key, curve in found.items()
     }
-    return LayerTimes(model=model, source=file.name, points=points)
+    lines = {key: tuple(curve[x][1] for x in sorted(curve)) for key, curve in found.items()}
+    return LayerTimes(model=model, source=file.name, points=points, lines=lines)
 
 
 def _positive(text: str, column: str, where: str) -> float:

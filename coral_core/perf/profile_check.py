@@ -23,43 +23,71 @@ SLOWEST_TIMES: Final = 1000.0
 SLOWEST_S: Final = 0.1
 """A layer that takes more than SLOWEST_TIMES what the peaks allow, and more than SLOWEST_S, was given in another unit."""
 
+LARGEST_FIXED_TIMES: Final = 10.0
+LARGEST_FIXED_S: Final = 1.0
+"""So was a step's fixed part that is more than so many times all the model's layers, and more than LARGEST_FIXED_S."""
+
+LARGEST_COUNT: Final = 1e9
+"""More samples than this were not taken."""
+
 
 def checked_points(
-    points: Sequence[ProfilePoint], shape: ModelShape, variant: str, gpu: Gpu, gpu_count: int, *, where: str
+    points: Sequence[ProfilePoint],
+    shape: ModelShape,
+    variant: str,
+    gpu: Gpu,
+    gpu_count: int,
+    *,
+    where: str,
+    lines: Sequence[int] = (),
 ) -> tuple[ProfilePoint, ...]:
-    """The points, if they can be true; `where` and the row number (from 1) stand in every error.
+    """The points, if they can be true; every error names `where` and the points' `lines` there, without them the row from 1.
 
     Raises InputError for values that are not above 0, points that are there twice, TP that the model or the node cannot
     have, contexts longer than the model takes, times faster than the GPU's peaks allow or slower than any unit explains,
     and times that fall by more than LARGEST_DROP as steps grow.
     """
-    check_values(points, where=where)
-    for row, point in enumerate(points, 1):
-        place = f"{where}: row {row}"
+    check_values(points, where=where, lines=lines)
+    for row, point in enumerate(points):
+        place = _place(where, lines, row)
         if gpu_count % point.tp or not tp_runs(shape, point.tp):
             raise InputError(f"{shape.name} cannot run at TP {point.tp} on {gpu_count} GPUs", where=place)
         if point.phase is Phase.DECODE and point.tokens > shape.max_context_tokens:
             most = f"{shape.name} takes no more than {shape.max_context_tokens:g}"
             raise InputError(f"tokens is {point.tokens:g}, but {most}", where=place)
         _check_time(point, least_layer_s(point, shape, variant, gpu), gpu, place)
-    _refuse_drops(points, where)
+        layers_s = shape.layers * point.layer_s
+        if point.fixed_s is not None and point.fixed_s > max(LARGEST_FIXED_TIMES * layers_s, LARGEST_FIXED_S):
+            raise InputError(
+                f"the fixed part of a step takes {point.fixed_s * 1e3:.4g} ms, over {LARGEST_FIXED_TIMES:g} times the "
+                f"{layers_s * 1e3:.4g} ms of all layers",
+                where=place,
+                fix="check the unit: microseconds?",
+            )
+    _refuse_drops(points, where, lines)
     return tuple(points)
 
 
-def check_values(points: Sequence[ProfilePoint], *, where: str) -> None:
-    """InputError, with row numbers, unless there are points, all with values that make sense and none there twice."""
+def check_values(points: Sequence[ProfilePoint], *, where: str, lines: Sequence[int] = ()) -> None:
+    """InputError, with row or line numbers, unless there are points, all with values that make sense and none there twice."""
     if not points:
         raise InputError("there are no times", where=where)
     seen: dict[tuple[object, ...], int] = {}
-    for row, point in enumerate(points, 1):
-        _check_point(point, f"{where}: row {row}")
+    for row, point in enumerate(points):
+        _check_point(point, _place(where, lines, row))
         identity = (point.phase, point.tp, point.requests, point.tokens)
         if identity in seen:
             raise InputError(
                 f"{point.phase} at TP {point.tp}, {point.requests:g} requests of {point.tokens:g} tokens is there twice",
-                where=f"{where}: rows {seen[identity]} and {row}",
+                where=_place(where, lines, seen[identity], row),
             )
         seen[identity] = row
+
+
+def _place(where: str, lines: Sequence[int], *rows: int) -> str:
+    if lines:
+        return f"{where}:{' and '.join(str(lines[row]) for row in rows)}"
+    return f"{where}: row{'s' if len(rows) > 1 else ''} {' and '.join(str(row + 1) for row in rows)}"
 
 
 def _check_point(point: ProfilePoint, place: str) -> None:
@@ -69,9 +97,12 @@ def _check_point(point: ProfilePoint, place: str) -> None:
     for name, known in (("fixed_s", point.fixed_s), ("cv_frac", point.cv_frac)):
         if known is not None and not (math.isfinite(known) and known >= 0):
             raise InputError(f"{name} is {known!r}, must be a number of at least 0", where=place)
+    if point.cv_frac is not None and point.cv_frac > 1:
+        fix = "it is a share: 0.05 for 5%; times that vary by more than themselves are none"
+        raise InputError(f"cv_frac is {point.cv_frac:g}, must be at most 1", where=place, fix=fix)
     for name, count in (("tp", point.tp), ("samples", point.samples)):
-        if count is not None and count < 1:
-            raise InputError(f"{name} is {count}, must be at least 1", where=place)
+        if count is not None and not 1 <= count <= LARGEST_COUNT:
+            raise InputError(f"{name} is {count}, must be at least 1 and at most {LARGEST_COUNT:g}", where=place)
     if point.phase not in PHASES:
         raise InputError(f"phase {point.phase} has no times of its own", where=place, fix="prefill or decode")
 
@@ -104,9 +135,9 @@ def least_layer_s(point: ProfilePoint, shape: ModelShape, variant: str, gpu: Gpu
     return max(bits / 8 * share / gpu.memory_bandwidth_bytes_per_s, flops * share / peak)
 
 
-def _refuse_drops(points: Sequence[ProfilePoint], where: str) -> None:
+def _refuse_drops(points: Sequence[ProfilePoint], where: str, lines: Sequence[int]) -> None:
     groups: dict[tuple[object, ...], list[tuple[float, float, int]]] = defaultdict(list)
-    for row, point in enumerate(points, 1):
+    for row, point in enumerate(points):
         groups[point.phase, point.tp, "tokens", point.tokens].append((point.requests, point.layer_s, row))
         groups[point.phase, point.tp, "requests", point.requests].append((point.tokens, point.layer_s, row))
     for (phase, tp, _, _), group in groups.items():
@@ -115,6 +146,6 @@ def _refuse_drops(points: Sequence[ProfilePoint], where: str) -> None:
             if after_s < before_s * (1 - LARGEST_DROP):
                 raise InputError(
                     f"{phase} at TP {tp} falls from {before_s:.4g} to {after_s:.4g} s as the step grows",
-                    where=f"{where}: rows {first} and {second}",
+                    where=_place(where, lines, first, second),
                     fix="measure again: times are too noisy",
                 )

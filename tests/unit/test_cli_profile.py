@@ -74,10 +74,24 @@ def test_what_is_not_in_a_table_is_not_known(tmp_path: Path, capsys: pytest.Capt
         (CSV.replace("decode,1,16", "decode,x,16"), "times.csv:5: tp is 'x', must be a number"),
         (CSV.replace("decode,1,16", "both,1,16"), "times.csv:5: phase is 'both'"),
         (CSV.replace(",0.03", ""), "times.csv:5: 6 cells, 7 are due"),
-        (CSV.replace("1000,12,", "1000,nan,"), "times.csv: row 4: layer_s is nan"),
+        (CSV.replace("1000,12,", "1000,nan,"), "times.csv:5: layer_ms is 'nan', must be a finite number"),
+        (CSV.replace("1000,12,", "1000,-12,"), "times.csv:5: layer_ms is '-12', must be a finite number, not below 0"),
+        (CSV.replace("1000,12,", "1000,0,"), "times.csv:5: layer_s is 0.0"),
+        (CSV.replace("decode,1,16", f"decode,{'9' * 400},16"), "must be a finite number"),
+        (CSV.replace("decode,1,16", "decode,1,1"), "times.csv:4 and 5: decode at TP 1, 1 requests of 1000 tokens is"),
+        (CSV.replace("1000,12,", "1000,6,"), "times.csv:4 and 5: decode at TP 1 falls from"),
+        (CSV.replace("12,1,0.03", "12,60000,0.03"), "times.csv:5: the fixed part of a step takes 6e+04 ms, over 10"),
+        (
+            CSV.replace("12,1,0.03", "12,1,3"),
+            "times.csv:5: cv_frac is 3, must be at most 1 (it is a share: 0.05 for 5%",
+        ),
+        (
+            CSV.replace("cv_frac", "samples").replace("0.03", "1" + 24 * "0").replace("0.01", "7"),
+            "times.csv:5: samples is 1000000000000000000000000, must be at least 1 and at most 1e+09",
+        ),
         (
             CSV.replace("1000,12,", "1000,0.01,"),
-            "times.csv: row 4: a layer takes 0.01 ms, but L4's peaks allow no less",
+            "times.csv:5: a layer takes 0.01 ms, but L4's peaks allow no less",
         ),
         ("", "times.csv:1: columns are"),
     ],
@@ -104,6 +118,54 @@ def test_layer_time_tables_are_taken_with_what_they_do_not_say(
     assert imported(file, store, *whose, "--json") == 0
     assert json.loads(capsys.readouterr().out)["points"] == 2
     assert imported(file, store, *whose[:3], "l9", *whose[4:]) == 4
+    capsys.readouterr()
+    file.write_text("\n".join([rows[0], rows[2], rows[1], "m,l4,decode,2,0.001,requests"]), encoding="utf-8")
+    assert imported(file, store, *whose) == 2
+    assert "table.csv:4: a layer takes 0.001 ms" in capsys.readouterr().err  # its line, whatever the order
+
+
+def test_a_configuration_of_another_catalogue_is_told_from_one_of_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, store = tmp_path / "times.csv", tmp_path / "store"
+    file.write_text("phase,tp,requests,tokens,layer_ms\ndecode,1,1,64,9\n", encoding="utf-8")
+    asked = ["profile", "import", str(file), "--model", "tiny-chat", "--engine", "vllm", "--version", "1"]
+    url = ["--store", f"file://{store}"]
+    assert run([*asked, "--source", "x", "--config", "local-large", *url]) == 2
+    assert "in catalogue aws-real 'local-large' (--catalog local has it)" in capsys.readouterr().err
+    assert run([*asked, "--source", "x", "--config", "mine", *url]) == 2
+    assert "other catalogues: paper-core, paper-extended, local)" in capsys.readouterr().err
+    assert run([*asked, "--source", "x", "--config", "local-large", "--catalog", "local", *url, "--json"]) == 0
+    key = json.loads(capsys.readouterr().out)["key"]
+    assert run(["profile", "compare", key, *url]) == 2
+    assert "--catalog local has it" in capsys.readouterr().err
+    assert run(["profile", "compare", key, "--catalog", "local", *url]) == 0
+    assert "1 estimated" in capsys.readouterr().out
+
+
+def test_a_comparison_says_what_it_rests_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, store = tmp_path / "times.csv", tmp_path / "store"
+    url = ["--store", f"file://{store}"]
+    keys = []
+    for flag, rows in (
+        ("--a", ["decode,1,1,1000,9", "decode,1,8,1000,10", "decode,1,16,1000,12"]),
+        ("--b", ["decode,1,1,1000,9", "decode,1,12,1000,11"]),
+        ("--c", ["prefill,1,1,1000,45"]),
+    ):
+        file.write_text("\n".join(["phase,tp,requests,tokens,layer_ms", *rows]), encoding="utf-8")
+        assert imported(file, store, "--flag", flag, "--json") == 0
+        keys.append(json.loads(capsys.readouterr().out)["key"])
+    assert run(["profile", "compare", keys[0], keys[1], *url, "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)["rows"]
+    assert row["sources"] == {"measured": 1, "interpolated": 1, "extrapolated": 1}
+    assert run(["profile", "compare", keys[0], keys[2], *url]) == 4
+    assert "no decode times" in capsys.readouterr().err
+    file.write_text("phase,tp,requests,tokens,layer_ms\ndecode,1,1,1000,9\n", encoding="utf-8")
+    asked = ["profile", "import", str(file), "--model", "llama-3.1-8b", "--config", "g6.xlarge", "--engine", "vllm"]
+    assert run([*asked, "--version", "1", "--source", "test", *url, "--json"]) == 0
+    other = json.loads(capsys.readouterr().out)["key"]
+    assert run(["profile", "compare", keys[0], other, *url]) == 2
+    assert "layers of llama-3.1-8b say nothing of those of llama-3-70b" in capsys.readouterr().err
 
 
 def test_fit_needs_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
