@@ -44,7 +44,7 @@ def fleet(
         "plain": engine("kv_both", 32),
         "two": engine("kv_both", 64, layers=(6, 2)),
         "wide": engine("kv_both", 96, ranks=2),
-        "three": engine("kv_consumer", 32, {"chunk_bytes": 1 << 16, "window_bytes": 1 << 20}, layers=(2, 3, 3)),
+        "three": engine("kv_consumer", 32, {"chunk_bytes": 1 << 14, "window_bytes": 1 << 18}, layers=(2, 3, 3)),
         # So small that most of 32 requests wait for blocks.
         "tight": engine("kv_consumer", 128, kv_cache_memory_bytes=16 << 20),
         "mortal": engine("kv_both", 64),
@@ -90,10 +90,7 @@ def test_tokens_equal_a_plain_engine_s_whatever_the_splits_and_block_sizes(fleet
     params = offers(fleet[there], prompts)
     answers = fleet[here].run(name_of(), prompts, params, OUTPUT_TOKENS)
     assert [one["tokens"] for one in answers] == right
-    fetched, failed = fleet[here].fetches()
-    # On cores that are overloaded tenfold some fetches stall, and their prompts are computed; most must arrive all the same.
-    assert fetched - before[0] + failed - before[1] == workers * len(prompts)
-    assert fetched - before[0] >= 0.5 * workers * len(prompts)
+    assert fleet[here].fetches() == (before[0] + workers * len(prompts), before[1])
     fleet[here].drained(15.0)
     fleet[there].drained(15.0)  # all said that they are done: no lease had to run out
 

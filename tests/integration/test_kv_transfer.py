@@ -201,7 +201,7 @@ def test_a_lease_that_nobody_grants_is_waited_for_as_long_as_a_silent_producer(t
     with serving(keys, there) as (server, _), fetching(keys, here, terms=terms) as puller:
         begun_s = time.monotonic()
         puller.start(pull_of(here, whole(server.place.address), lease="never granted"))
-        assert ended(puller)[0].error == "nothing came for 1 s, the producer's worker knows no such lease"
+        assert ended(puller)[0].error == f"nothing came for 1 s: {server.place.address} knows no such lease"
         assert time.monotonic() - begun_s >= terms.stall_s
         assert not here.cache.any()
 
@@ -335,7 +335,60 @@ def test_a_silent_producer_does_not_hold_up_the_others(tmp_path):
         assert (first.request_id, first.error) == ("request", "")
         pace[0] = 20  # the others need not be waited for as long as a real one
         rest = ended(puller, 4)
-        assert {one.error for one in rest} == {f"nothing came for {TERMS.stall_s:g} s"}
+        assert {one.error for one in rest} == {f"nothing came from {stuck.place.address} for {TERMS.stall_s:g} s"}
+
+
+def test_a_producer_that_answers_others_is_slow_and_not_silent(tmp_path):
+    keys, terms = keys_of(tmp_path), msgspec.structs.replace(TERMS, stall_s=2.0, window_bytes=1 << 16)
+    there, here = Worker(ALL, 8, computed=True), Worker(ALL, 8, computed=False)
+    time_s, gaps_s, asked_s = [0.0], [], {}
+
+    def read_slowly() -> None:
+        time.sleep(0.03)  # so that this end has read all that came before
+        time_s[0] += 0.9
+
+    there.before_read = read_slowly
+    with (
+        serving(keys, there, terms) as (server, leases),
+        fetching(keys, here, terms=terms, clock=lambda: time_s[0]) as puller,
+    ):
+        get, take = puller._get, puller._take
+
+        def noted_get(job, address, chunk) -> None:
+            asked_s[chunk, job.pull.request_id] = time_s[0]
+            get(job, address, chunk)
+
+        def noted_take(message, payload) -> None:
+            job, _, chunk = puller._asked[message.ticket]
+            gaps_s.append(time_s[0] - asked_s[chunk, job.pull.request_id])
+            take(message, payload)
+
+        puller._get, puller._take = noted_get, noted_take
+        for number in range(6):
+            leases.grant(f"{number}", f"{number}", there.blocks, TOKENS)
+            puller.start(pull_of(here, whole(server.place.address), request_id=f"{number}", lease=f"{number}"))
+        assert {one.error for one in ended(puller, 6)} == {""}
+    assert max(gaps_s) > 2 * terms.stall_s  # else this shows nothing
+    assert here.holds()
+
+
+def test_an_answer_that_later_ones_overtook_is_lost(tmp_path):
+    keys = keys_of(tmp_path)
+    there, here = Worker(ALL, 8, computed=True), Worker(ALL, 8, computed=False)
+    with serving(keys, there) as (server, leases), fetching(keys, here) as puller:
+        send, left_out = server._send, []
+
+        def forgetful(*message) -> None:
+            send(*message) if left_out else left_out.append(message)
+
+        server._send = forgetful
+        puller.start(pull_of(here, whole(server.place.address)))
+        assert ended(puller)[0].error == f"an answer of {server.place.address} was lost"
+        until(leases.take_ended, "the lease's end")
+        leases.grant("lease", "request", there.blocks, TOKENS)
+        puller.start(pull_of(here, whole(server.place.address)))
+        assert ended(puller)[0].error == ""
+    assert here.holds()
 
 
 def _serve_for_ever(folder: Path, pipe) -> None:

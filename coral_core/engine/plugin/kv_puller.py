@@ -2,8 +2,9 @@
 
 Bounded: less than `window_bytes` are asked for at any time, and a quarter of that from one address, so that one dead
 producer does not hold up the others. A transfer fails as a whole: when its lease is over, a checksum is wrong, its producer
-is gone, or nothing of it came for `stall_s` in which this end was there to hear it. What then becomes of the request is the
-engine's failure policy.
+is gone, or was asked and said nothing, to this transfer or another, for `stall_s` in which this end was there to hear it. A
+producer answers in the order in which it was asked, so one that says something is slow, not silent, and an answer that others
+overtook is lost. What then becomes of the request is the engine's failure policy.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class _Job:
     pull: Pull
     todo: deque[tuple[str, Chunk]]
     started_s: float
-    heard_s: float
+    unknown_since_s: float | None = None
     again: deque[tuple[float, str, Chunk]] = field(default_factory=deque)
     asked: set[int] = field(default_factory=set)
     fetched_bytes: int = 0
@@ -191,13 +192,12 @@ class BlockPuller:
             order()
 
     def _begin(self, pull: Pull) -> None:
-        now_s = self._clock()
         todo = deque(
             (source.address, chunk)
             for source in pull.sources
             for chunk in chunks(source, pull.first, pull.last, self._shape, self._terms.chunk_bytes)
         )
-        self._jobs[pull.request_id] = _Job(pull=pull, todo=todo, started_s=now_s, heard_s=now_s)
+        self._jobs[pull.request_id] = _Job(pull=pull, todo=todo, started_s=self._clock())
         if pull.error or not todo:
             self._end(pull.request_id, pull.error)
 
@@ -243,8 +243,10 @@ class BlockPuller:
         self._say(address, Get(ticket=ticket, lease=job.pull.lease, chunk=chunk))
         self._asked[ticket] = (job, address, chunk)
         job.asked.add(ticket)
-        size_bytes = chunk.size_bytes(self._shape)
-        self._peers[address].asked_bytes += size_bytes
+        size_bytes, peer = chunk.size_bytes(self._shape), self._peers[address]
+        if not peer.asked_bytes:
+            peer.heard_s = self._clock()  # before, it had nothing to say
+        peer.asked_bytes += size_bytes
         self._asked_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self._asked_bytes)
 
@@ -292,6 +294,11 @@ class BlockPuller:
             logger.warning("KV transfer: dropped a malformed message from %s: %s", address, error)
             return
         peer.heard_s = self._clock()
+        if message.ticket not in self._asked:
+            return
+        asked = ((ticket, job, at) for ticket, (job, at, _) in self._asked.items())
+        overtaken = [job.pull.request_id for ticket, job, at in asked if at == address and ticket < message.ticket]
+        self._fail(overtaken, f"an answer of {address} was lost")
         if message.ticket in self._asked:
             self._take(message, frames[1].buffer if len(frames) == 2 else memoryview(b""))
 
@@ -301,10 +308,7 @@ class BlockPuller:
         self._forget(message.ticket)
         job.asked.discard(message.ticket)
         if isinstance(message, Refused):
-            if message.reason == "unknown":  # the producer's worker has not heard of the lease yet
-                job.again.append((self._clock() + _ASK_AGAIN_S, address, chunk))
-            else:
-                self._end(request_id, f"{address} refuses: {message.reason}")
+            self._refused(job, address, chunk, message.reason)
             return
         if len(payload) != chunk.size_bytes(self._shape) or checksum(message.ticket, payload) != message.checksum:
             self._end(request_id, f"what came from {address} is corrupted ({chunk})")
@@ -315,10 +319,20 @@ class BlockPuller:
             logger.exception("KV transfer: could not write %s", chunk)
             self._end(request_id, f"could not be written: {error}")
             return
-        job.heard_s = self._clock()
+        job.unknown_since_s = None
         job.fetched_bytes += len(payload)
         if not (job.todo or job.again or job.asked):
             self._end(request_id)
+
+    def _refused(self, job: _Job, address: str, chunk: Chunk, reason: str) -> None:
+        now_s, request_id = self._clock(), job.pull.request_id
+        since_s = job.unknown_since_s = now_s if job.unknown_since_s is None else job.unknown_since_s
+        if reason != "unknown":
+            self._end(request_id, f"{address} refuses: {reason}")
+        elif now_s - since_s >= self._terms.stall_s:
+            self._end(request_id, f"nothing came for {self._terms.stall_s:g} s: {address} knows no such lease")
+        else:  # the producer's worker has not heard of the lease yet
+            job.again.append((now_s + _ASK_AGAIN_S, address, chunk))
 
     def _forget(self, ticket: int) -> None:
         _, address, chunk = self._asked.pop(ticket)
@@ -333,24 +347,17 @@ class BlockPuller:
 
     def _give_up(self) -> None:
         now_s = self._clock()
-        late_s = now_s - self._terms.stall_s
-        # What has come and is not read is no silence: on a busy machine this thread may be slow.
-        unread = {address for address, peer in self._peers.items() if peer.socket.get(zmq.EVENTS) & zmq.POLLIN}
-        for address in unread:
-            self._peers[address].heard_s = now_s
-        for job in {job for job, address, _ in self._asked.values() if address in unread}:
-            job.heard_s = now_s
-        silent = {address for address, peer in self._peers.items() if peer.asked_bytes and peer.heard_s < late_s}
-        for job in self._jobs.values():
-            if not (job.asked or job.again or (job.todo and job.todo[0][0] in silent)):
-                job.heard_s = now_s  # it waits for room, not for a producer
-        for name, job in list(self._jobs.items()):
-            if job.heard_s < late_s:
-                why = ", the producer's worker knows no such lease" if job.again and not job.asked else ""
-                self._end(name, f"nothing came for {self._terms.stall_s:g} s{why}")
         for address, peer in list(self._peers.items()):
-            if not peer.asked_bytes and now_s - peer.used_s > _IDLE_S:
-                self._drop(address, peer)
+            if not peer.asked_bytes:
+                if now_s - peer.used_s > _IDLE_S:
+                    self._drop(address, peer)
+            elif now_s - peer.heard_s >= self._terms.stall_s:
+                if peer.socket.get(zmq.EVENTS) & zmq.POLLIN:
+                    peer.heard_s = now_s  # what has come and is not read is no silence: this thread is slow
+                    continue
+                asked = {job.pull.request_id for job, at, _ in self._asked.values() if at == address}
+                held_up = {name for name, job in self._jobs.items() if job.todo and job.todo[0][0] == address}
+                self._fail(asked | held_up, f"nothing came from {address} for {self._terms.stall_s:g} s")
 
     def _drop(self, address: str, peer: _Peer) -> None:
         self._poller.unregister(peer.socket)
