@@ -221,6 +221,25 @@ def test_a_client_that_leaves_aborts_its_request_at_the_engine():
     asyncio.run(go())
 
 
+def test_a_client_that_closes_its_sending_side_has_left():
+    """From here both look the same, and an engine that works for nobody costs more than an answer to one who half closes."""
+
+    async def go():
+        async with gateway_case() as case:
+            engine = case.engines["a"]
+            engine.tell(delay_s=60.0)
+            _, writer = await asyncio.open_connection(*case.url.removeprefix("http://").split(":"))
+            body = json.dumps(chat()).encode()
+            writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            await coming(lambda: engine.running == 1)
+            writer.write_eof()
+            await coming(lambda: engine.running == 0)
+            assert engine.aborted == 1
+            writer.close()
+
+    asyncio.run(go())
+
+
 def test_a_client_that_leaves_once_it_has_all_was_served(monkeypatch):
     monkeypatch.setattr(
         "coral_core.serving.dispatch._LAST_BYTES_S", 1.0
