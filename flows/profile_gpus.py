@@ -101,7 +101,7 @@ def wish_of(params: ProfileParameters, settings: Settings) -> ProfileWish:
 def show_plan(run: ProfileRun, params: ProfileParameters) -> None:
     """What will be measured, and the most that it costs, before anything is rented."""
     plan = run.dry_run()
-    text = f"at most {plan.bound_usd:.2f} USD and {plan.bound_s / 60:.0f} minutes (predicted)"
+    text = f"at most {plan.bound_usd:.3g} USD and {plan.bound_s / 60:g} minutes (predicted)"
     get_run_logger().info("%s: %s", run.fleet, text)
     publish_table(artifact_key("profile", params.model, "plan"), plan.rows, description=f"To be measured: {text}")
 

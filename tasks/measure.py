@@ -8,7 +8,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from artifacts.profile_shots import kept_starts, kept_times, write_start, write_times
@@ -36,6 +37,7 @@ from coral_core.perf.profiling import (
 START_S: Final = 1800.0
 """The longest that an engine of a few layers may take to start."""
 SHOT_S: Final = 600.0
+Answer = TypeVar("Answer")
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -103,6 +105,12 @@ class TimeUpError(MeasurementError):
     """The run's time or money is used up; what was measured is kept."""
 
     kind = "time_up"
+
+    @classmethod
+    def now(cls, while_text: str = "") -> TimeUpError:
+        """The error of this moment; `while_text` says what was under way."""
+        what = f"the time or the money of this run is used up{while_text}"
+        return cls(what, fix="run it again: it goes on with what is missing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +202,7 @@ class Measuring:
     def _measure_missing(self) -> None:
         measurement = self.measurement
         for (tp, layers), shots in measurement.missing.items():
-            start = self.engines.open(tp, layers, within_s=min(self._left_s(), START_S))
+            start = self._asked(partial(self.engines.open, tp, layers), START_S)
             write_start(self.store, measurement.subject.key, start, at=self.clock.now())
             measurement.starts[tp, layers] = start
             self.on_step(f"engine of {layers} layers at TP {tp}: started in {start.start_s:.1f} s (measured)")
@@ -206,7 +214,7 @@ class Measuring:
         sweep, why = self.measurement.subject.sweep, ""
         for _ in range(sweep.attempts):
             try:
-                samples = self.engines.measure(shot, sweep.samples, within_s=min(self._left_s(), SHOT_S))
+                samples = self._asked(partial(self.engines.measure, shot, sweep.samples), SHOT_S)
             except InputError as error:
                 self.measurement.refused[shot] = error.what
                 return
@@ -218,12 +226,17 @@ class Measuring:
                 return
         self.measurement.refused[shot] = f"{why}, {sweep.attempts} times"
 
+    def _asked(self, question: Callable[..., Answer], most_s: float) -> Answer:
+        try:
+            return question(within_s=min(self._left_s(), most_s))
+        except MeasurementError:
+            self._left_s()  # a question that the end of the time cut short is no fault of the node
+            raise
+
     def _left_s(self) -> float:
         left_s = self.until_s - self.clock.monotonic_s()
         if left_s <= 0:
-            raise TimeUpError(
-                "the time or the money of this run is used up", fix="run it again: it goes on with what is missing"
-            )
+            raise TimeUpError.now()
         return left_s
 
 

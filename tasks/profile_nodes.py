@@ -30,9 +30,9 @@ from coral_core.domain.launch import LaunchPlan, NodePlace
 from coral_core.domain.workload import Phase
 from coral_core.errors import DataGapError, InputError, ProvisionError, ServingError
 from coral_core.serving.control.coordinator import CoordinatorPlan, coordinate
-from coral_core.serving.control.curve import AllowedKeys, KeyPair, read_private, write_allowed, write_private
+from coral_core.serving.control.curve import AllowedKeys, KeyPair, write_allowed, write_private
 from coral_core.serving.control.held import AskPlan, ControlTerms, Stage
-from coral_core.serving.control.wire import new_pair
+from coral_core.serving.control.wire import new_pair, read_matching
 from tasks.local_nodes import LOCAL_ZONES, local_provisioner
 from tasks.providers import Provider, open_provider
 
@@ -68,6 +68,10 @@ class Ground:
     settle_s: float
     regions: tuple[str, ...]
     places: PlacesOf
+
+
+class NodeLateError(ServingError):
+    """A node that has not failed, but was not ready in time."""
 
 
 class Meeting:
@@ -118,7 +122,7 @@ class Meeting:
         self._launches[instance_id] = launch
 
     def await_ready(self, instance_id: str, *, within_s: float, meanwhile: Callable[[], object]) -> str:
-        """The instance's URL, once its node has it ready. Raises ServingError where it fails or does not come in time.
+        """The instance's URL, once its node has it ready. Raises ServingError where it fails, NodeLateError where it does not come.
 
         `meanwhile` is called every half second.
         """
@@ -132,7 +136,7 @@ class Meeting:
                 if stage.over:
                     raise ServingError(f"{stage.value}: {detail}", where=f"node of {instance_id}")
                 self._changed.wait(timeout=_LOOK_S)
-        raise ServingError(
+        raise NodeLateError(
             f"not ready after {within_s:.0f} s ({stage.value}: {detail})",
             where=f"node of {instance_id}",
             fix="is the coordinator's address that of the nodes' agent files, and the key one that is let in?",
@@ -205,7 +209,7 @@ def aws_ground(
     meeting = Meeting(
         host=spec.listen.host,
         port=spec.listen.port,
-        pair=read_private(spec.keys_file),
+        pair=read_matching(spec.keys_file),
         allowed=spec.agents_file,
         folder=spec.folder / "profile",
     )

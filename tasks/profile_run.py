@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from artifacts.fleets import FleetIdentity, claim_fleet, mark_regions, used_regions
 from artifacts.leases import LeaseTaken, LeaseTerms, take_lease
@@ -25,10 +27,31 @@ from coral_core.domain.models import ModelShape
 from coral_core.engine.profile_launch import profile_flags, profile_launch
 from coral_core.errors import CoralError, InputError, ProvisionError
 from coral_core.perf.profile import ProfileKey
-from coral_core.perf.profiling import ProfileBudget, Shot, Sweep, checked_depths, default_depths
+from coral_core.perf.profiling import EngineStart, ProfileBudget, Shot, Sweep, checked_depths, default_depths
 from tasks.apply import holder_text
-from tasks.measure import HttpEngines, Measurement, Measuring, Published, Subject, TimeUpError, begun, publish
-from tasks.profile_nodes import Ground, Meeting, Place, Rental, aws_ground, aws_places, local_ground, local_places
+from tasks.measure import (
+    Answer,
+    Engines,
+    HttpEngines,
+    Measurement,
+    Measuring,
+    Published,
+    Subject,
+    TimeUpError,
+    begun,
+    publish,
+)
+from tasks.profile_nodes import (
+    Ground,
+    Meeting,
+    NodeLateError,
+    Place,
+    Rental,
+    aws_ground,
+    aws_places,
+    local_ground,
+    local_places,
+)
 from tasks.providers import open_provider
 
 ProfileProvider = Literal["local", "aws"]
@@ -36,8 +59,9 @@ SUFFIX: Final = "-profile"
 CATALOG_OF: Final[Mapping[str, str]] = {"local": "local", "aws": "aws-real"}
 BOOT_S: Final = 1800.0
 """The longest from a node's start until its program answers."""
-LEASE: Final = LeaseTerms(duration_s=1800.0, skew_s=30.0)
-"""Longer than any single question that is waited for."""
+LEASE: Final = LeaseTerms(duration_s=300.0, skew_s=30.0)
+"""A run that was killed keeps others out for so long, so it is renewed while questions are open, some of which take half an hour."""
+GUARD_S: Final = 20.0
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -141,6 +165,7 @@ class ProfileRun:
     def _row(self, subject: Subject, places: Sequence[Place]) -> dict[str, object]:
         missing = begun(subject, self.store, fresh=self.wish.fresh).missing
         best = places[0] if places else None
+        held_s = max(self.budget.allowed_s(best.price_usd_per_h, 0.0), 0.0) if best else 0.0
         return {
             "config": subject.key.config,
             "engine": subject.key.engine_name,
@@ -149,6 +174,7 @@ class ProfileRun:
             "of": len(subject.shots),
             "region": best.region if best else "none offers it",
             "price_usd_per_h": best.price_usd_per_h if best else None,
+            "minutes": round(held_s / 60.0, 1),
         }
 
     def run(self) -> ProfileEnd:
@@ -175,11 +201,10 @@ class ProfileRun:
             if not places:
                 raise ProvisionError(f"{subject.key.config} is offered nowhere", where=", ".join(ground.regions))
             place = places[0]
+            self.budget.require(place.price_usd_per_h)
             allowed_s = self.budget.allowed_s(place.price_usd_per_h, ground.clock.monotonic_s() - began_s)
             if allowed_s <= 0:
-                raise TimeUpError(
-                    "the time or the money of this run is used up", fix="run it again: it goes on with what is missing"
-                )
+                raise TimeUpError.now()
             started_s = ground.clock.monotonic_s()
             try:
                 self._measure(measurement, rental, place, until_s=started_s + allowed_s)
@@ -201,22 +226,28 @@ class ProfileRun:
             )
 
         left_s = until_s - rental.ground.clock.monotonic_s()
-        with rental.node(
+        node = rental.node(
             name=_template(subject.key),
             model=subject.key.model,
             config=subject.key.config,
             place=place,
             launch=launch,
             within_s=min(left_s, BOOT_S),
-        ) as url:
-            Measuring(
-                measurement=measurement,
-                engines=_Guarded(HttpEngines(url, version=subject.key.version), rental.lease.guard),
-                store=self.store,
-                clock=rental.ground.clock,
-                until_s=until_s,
-                on_step=self.on_step,
-            ).run()
+        )
+        try:
+            with node as url:
+                Measuring(
+                    measurement=measurement,
+                    engines=Guarded(HttpEngines(url, version=subject.key.version), rental.lease.guard),
+                    store=self.store,
+                    clock=rental.ground.clock,
+                    until_s=until_s,
+                    on_step=self.on_step,
+                ).run()
+        except NodeLateError as error:
+            if left_s < BOOT_S:
+                raise TimeUpError.now(f" before its node was: {error.what}") from None
+            raise
 
     def _ground(self) -> AbstractContextManager[tuple[Ground, Meeting]]:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -232,7 +263,8 @@ class ProfileRun:
             self.store, self.fleet, holder=holder_text("a profiling run"), terms=LEASE, clock=ground.clock
         )
         if isinstance(lease, LeaseTaken):
-            raise ProvisionError(str(lease), where=f"fleet {self.fleet}")
+            fix = "wait until then; a run that was killed has ended, and the next one releases what it has left"
+            raise ProvisionError(str(lease), where=f"fleet {self.fleet}", fix=fix)
         try:
             fleet = FleetId(name=self.fleet, account=ground.provisioner.account())
             claim_fleet(self.store, FleetIdentity(fleet=self.fleet, provider=self.wish.provider, account=fleet.account))
@@ -249,19 +281,35 @@ class ProfileRun:
 
 
 @dataclass(frozen=True, slots=True)
-class _Guarded:
-    """Engines whose every question is asked under the lease."""
+class Guarded:
+    """`Engines` whose every question is asked under the lease, which is kept for as long as it is open."""
 
-    engines: HttpEngines
+    engines: Engines
     guard: Callable[[], object]
 
-    def open(self, tp: int, layers: int, *, within_s: float) -> Any:  # noqa: ANN401 - as the engines'
-        self.guard()
-        return self.engines.open(tp, layers, within_s=within_s)
+    def open(self, tp: int, layers: int, *, within_s: float) -> EngineStart:
+        """See `Engines`."""
+        return self._asked(lambda: self.engines.open(tp, layers, within_s=within_s))
 
     def measure(self, shot: Shot, samples: int, *, within_s: float) -> tuple[float, ...]:
+        """See `Engines`."""
+        return self._asked(lambda: self.engines.measure(shot, samples, within_s=within_s))
+
+    def _asked(self, question: Callable[[], Answer]) -> Answer:
+        """In a thread that nobody waits for: one that is left by an error here ends with its node."""
+        answer: Future[Answer] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(question())
+            except BaseException as error:  # noqa: BLE001 - told to whoever asked
+                answer.set_exception(error)
+
         self.guard()
-        return self.engines.measure(shot, samples, within_s=within_s)
+        threading.Thread(target=ask, name="question to a profiled node", daemon=True).start()
+        while not wait([answer], timeout=GUARD_S).done:
+            self.guard()
+        return answer.result()
 
 
 def _template(key: ProfileKey) -> str:

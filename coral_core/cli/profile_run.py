@@ -133,7 +133,7 @@ def _show_plan(params: ProfileParameters, *, as_json: bool) -> int:
     if as_json:
         print_json({**asdict(plan), "label": "predicted"})
         return 0
-    columns = ("config", "engine", "engines", "steps", "of", "region", "price_usd_per_h")
-    title = f"To be measured: at most {plan.bound_usd:.2f} USD, {plan.bound_s / 60:.0f} minutes (predicted)"
+    columns = ("config", "engine", "engines", "steps", "of", "region", "price_usd_per_h", "minutes")
+    title = f"To be measured: at most {plan.bound_usd:.3g} USD, {plan.bound_s / 60:g} minutes (predicted)"
     print_table(title, columns, [tuple(row[name] for name in columns) for row in plan.rows])
     return 0

@@ -254,6 +254,21 @@ class ProfileBudget:
             if not (math.isfinite(value) and value > 0):
                 raise InputError(f"is {value!r}, must be a number above 0", where=name)
 
+    def require(self, price_usd_per_h: float) -> None:
+        """InputError where even all of it does not last for a node of this price: to run again would not help."""
+        if (
+            ProfileBudget(max_s=self.max_s, max_usd=self.max_usd, release_s=self.release_s).allowed_s(
+                price_usd_per_h, 0
+            )
+            <= 0
+        ):
+            raise InputError(
+                f"{self.max_s / 60:g} minutes and {self.max_usd:g} USD do not last for a node of {price_usd_per_h:g} USD/h and "
+                f"the {self.release_s:g} s that its release may take",
+                where="max_minutes, max_usd",
+                fix="give more of what is short",
+            )
+
     def allowed_s(self, price_usd_per_h: float, elapsed_s: float) -> float:
         """How long a node of this price may be held from now on, its release included; at most 0 where it may not be started."""
         left_s = self.max_s - elapsed_s

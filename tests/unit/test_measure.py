@@ -127,6 +127,23 @@ def test_time_that_is_up_ends_a_run_and_keeps_what_it_has(store, clock):
     assert [(one.tp, one.layers) for one in kept_starts(store, KEY)] == [(1, 2)]
 
 
+@pytest.mark.parametrize("question", ["open", "measure"])
+def test_a_question_that_the_end_of_the_time_cuts_short_is_no_fault_of_the_node(store, clock, question):
+    """As a socket does it: no answer within what is left."""
+
+    def no_answer(*_, within_s):
+        clock.advance(within_s)
+        raise MeasurementError("the node does not answer: TimeoutError")
+
+    engines = ClosedFormEngines()
+    setattr(engines, question, no_answer)
+    with pytest.raises(TimeUpError, match=r"used up .*goes on with what is missing"):
+        measuring(store, clock, engines, until_s=clock.monotonic_s() + 100.0).run()
+    # Where there is time left, it is one.
+    with pytest.raises(MeasurementError, match="does not answer"):
+        measuring(store, clock, engines, until_s=clock.monotonic_s() + 1e6).run()
+
+
 def test_times_that_fall_as_steps_grow_are_no_profile(store, clock):
     class Falling(ClosedFormEngines):
         def measure(self, shot, samples, *, within_s):

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 
 import pytest
 
 from artifacts.leases import LeaseTerms, take_lease
 from artifacts.store import open_store
 from coral_core.clock import ManualClock
+from coral_core.cloud.ports import LeaseLostError
 from coral_core.cloud.provisioner import CloudBusyError, Listing, NodeOrder, Refusal, Refused, Started
 from coral_core.config.settings import Settings
 from coral_core.domain.fleet import FleetId, Node, NodeState
 from coral_core.domain.launch import NodePlace
-from coral_core.errors import DataGapError, InputError, ProvisionError, ServingError
+from coral_core.errors import DataGapError, InputError, MeasurementError, ProvisionError, ServingError
 from coral_core.perf.profiling import Sweep
-from tasks.profile_nodes import Ground, Meeting, Place, Rental, local_places
-from tasks.profile_run import ProfileRun, ProfileWish
+from tasks.measure import TimeUpError, begun
+from tasks.profile_nodes import Ground, Meeting, NodeLateError, Place, Rental, local_places
+from tasks.profile_run import Guarded, ProfileRun, ProfileWish
+from tests.fakes.profile_cases import SWEEP, ClosedFormEngines
 
 NUMBERS = itertools.count()
 PLACE = Place(region="here", zones=("a", "b"), price_usd_per_h=1.0)
@@ -169,6 +174,65 @@ def orders_tags(cloud: Cloud, given: Rental):
     return [order.tags for order in cloud.orders]
 
 
+class Late(Met):
+    def await_ready(self, instance_id, *, within_s, meanwhile) -> str:
+        raise NodeLateError(f"not ready after {within_s:g} s")
+
+
+def test_a_node_that_the_time_is_too_short_for_is_told_from_one_that_does_not_come(engine_file):
+    run = run_of(engine_file)
+    given = rental(Cloud(), Late())
+    until_s = given.ground.clock.monotonic_s() + 12.0
+    measurement = begun(run.subjects[0], run.store)
+    with pytest.raises(TimeUpError, match="used up before its node was: not ready after 12 s"):
+        run._measure(measurement, given, PLACE, until_s=until_s)
+    with pytest.raises(NodeLateError, match="not ready after 1800 s"):
+        run._measure(measurement, given, PLACE, until_s=until_s + 1e6)
+
+
+class Slow(ClosedFormEngines):
+    """Answers when the lease has been looked at so often while the question was open."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self.looks, self.left = looks, threading.Semaphore(0)
+
+    def guard(self) -> None:
+        self.left.release()
+
+    def measure(self, shot, samples, *, within_s):
+        assert all(self.left.acquire(timeout=60) for _ in range(self.looks))
+        return super().measure(shot, samples, within_s=within_s)
+
+
+def test_the_lease_is_kept_while_a_question_is_open(monkeypatch):
+    monkeypatch.setattr("tasks.profile_run.GUARD_S", 0.01)
+    engines = Slow(looks=4)
+    guarded = Guarded(engines, engines.guard)
+    assert guarded.open(1, 2, within_s=1.0).layers == 2
+    assert len(guarded.measure(SWEEP.shots(1, 2)[0], 5, within_s=1.0)) == 5
+    for error in (MeasurementError("dead"), InputError("too many tokens")):
+        with pytest.raises(type(error), match=error.what):
+            Guarded(engines, engines.guard)._asked(partial(throw, error))
+
+
+def test_a_lost_lease_waits_for_no_answer(monkeypatch):
+    monkeypatch.setattr("tasks.profile_run.GUARD_S", 0.01)
+    never, looks = threading.Event(), iter([None, None])
+
+    def guard() -> None:
+        if next(looks, "lost"):
+            raise LeaseLostError("another run holds it")
+
+    with pytest.raises(LeaseLostError):
+        Guarded(ClosedFormEngines(), guard)._asked(never.wait)
+    never.set()
+
+
+def throw(error: Exception) -> None:
+    raise error
+
+
 def test_this_machine_has_a_place_for_its_own_configurations_only():
     (place,) = local_places("local-large")
     assert (place.region, place.price_usd_per_h) == ("local", 0.1)
@@ -212,7 +276,8 @@ def run_of(engine_file, **changes) -> ProfileRun:
 def test_a_dry_run_says_what_is_missing_and_the_most_it_costs(engine_file):
     plan = run_of(engine_file).dry_run()
     (row,) = plan.rows
-    assert (row["engines"], row["steps"], row["of"], row["price_usd_per_h"]) == (2, 4, 4, 0.1)
+    assert (row["engines"], row["steps"], row["of"], row["price_usd_per_h"], row["minutes"]) == (2, 4, 4, 0.1, 59.0)
+    assert run_of(engine_file, max_s=30.0).dry_run().rows[0]["minutes"] == 0.0
     assert (plan.bound_usd, plan.bound_s) == (pytest.approx(0.1), 3600.0)
 
 

@@ -162,6 +162,15 @@ def test_a_node_may_be_held_as_long_as_time_and_money_last():
     assert budget.allowed_s(4.0, 1800.0) == -60.0
 
 
+def test_a_budget_that_is_never_enough_is_told_from_one_that_is_used_up():
+    budget = ProfileBudget(max_s=3600.0, max_usd=2.0, release_s=60.0, spent_usd=2.0)
+    budget.require(4.0)
+    for max_s, max_usd in ((60.0, 2.0), (3600.0, 0.05)):
+        with pytest.raises(InputError, match=r"do not last for a node of 4 USD/h and the 60 s .*give more"):
+            ProfileBudget(max_s=max_s, max_usd=max_usd, release_s=60.0).require(4.0)
+    ProfileBudget(max_s=3600.0, max_usd=0.05, release_s=60.0).require(0.0)
+
+
 def test_no_run_costs_more_than_its_bound():
     budget = ProfileBudget(max_s=1800.0, max_usd=2.0)
     assert budget.bound_usd([1.0, 3.0]) == 1.5  # one node at a time
