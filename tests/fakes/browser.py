@@ -7,13 +7,14 @@ import json
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-START_S = 60.0
+from tests.fakes.waiting import PATIENT_S, until
+
+START_S = PATIENT_S
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -51,10 +52,10 @@ class Tab:
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
         self.ask("Page.navigate", url=path.as_uri())
-        until_s = time.monotonic() + START_S
-        while self.value("document.readyState") != "complete" or not self.value("document.body.innerText"):
-            assert time.monotonic() < until_s, "the page does not load"
-            time.sleep(0.05)
+        until(
+            lambda: self.value("document.readyState") == "complete" and self.value("document.body.innerText"),
+            "the page loads",
+        )
 
     def value(self, expression: str) -> Any:
         """What an expression comes to in the page."""
@@ -94,20 +95,28 @@ def browser_tab(program: str, profile: Path) -> Iterator[Tab]:
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
-        until_s = time.monotonic() + START_S
         told = profile / "DevToolsActivePort"
-        while not told.exists() or len(told.read_text().split()) < 2:
+
+        def started() -> bool:
             assert child.poll() is None, f"{program} ended with {child.returncode}"
-            assert time.monotonic() < until_s, f"{program} does not start"
-            time.sleep(0.05)
+            return told.exists() and len(told.read_text().split()) == 2
+
+        until(started, f"{program} starts")
         port, _ = told.read_text().split()
-        with connect(f"ws://127.0.0.1:{port}{told.read_text().split()[1]}", max_size=None) as whole:
+        with connect(
+            f"ws://127.0.0.1:{port}{told.read_text().split()[1]}",
+            max_size=None,
+            open_timeout=START_S,
+            ping_interval=None,
+        ) as whole:
             browser = Tab(whole)
             target = browser.ask("Target.createTarget", url="about:blank")["targetId"]
-            with connect(f"ws://127.0.0.1:{port}/devtools/page/{target}", max_size=None) as socket:
+            with connect(
+                f"ws://127.0.0.1:{port}/devtools/page/{target}", max_size=None, open_timeout=START_S, ping_interval=None
+            ) as socket:
                 yield Tab(socket)
             browser.ask("Browser.close")
-        child.wait(timeout=20)
+        child.wait(timeout=START_S)
     finally:
         if child.poll() is None:
             import os

@@ -1,7 +1,7 @@
 """Flow runs in processes of their own that die, or hold their breath, at the n-th call that changes the cloud.
 
 `python -m tests.fakes.mortal_flow` imports everything once, then forks a child for each line of JSON it reads:
-{"params": {...}, "die_at": n, "sleep_at": n, "sleep_s": s}. It answers with one line: {"code": exit code, "name", "message"}.
+{"params": {...}, "cwd": folder, "die_at": n, "hang_at": n}. It answers with one line: {"code": exit code, "name", "message"}.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from tests.fakes.waiting import PATIENT_S, until
+
 CHANGES = ("start", "stop", "release_group")
+AWAKE = "awake"
+"""Where this file appears in its folder, a run that hangs goes on."""
 
 
 class Mortal:
     """A provisioner whose process ends at the n-th moment around a change: odd ones before a call, even ones after."""
 
-    def __init__(self, provisioner, *, die_at: int = 0, sleep_at: int = 0, sleep_s: float = 0.0) -> None:
-        self._provisioner, self._die_at, self._sleep_at, self._sleep_s = provisioner, die_at, sleep_at, sleep_s
+    def __init__(self, provisioner, *, die_at: int = 0, hang_at: int = 0) -> None:
+        self._provisioner, self._die_at, self._hang_at = provisioner, die_at, hang_at
         self._moments = 0
 
     def __getattr__(self, name):
@@ -43,8 +46,8 @@ class Mortal:
         self._moments += 1
         if self._moments == self._die_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        if self._moments == self._sleep_at:
-            time.sleep(self._sleep_s)
+        if self._moments == self._hang_at:
+            until(Path(AWAKE).exists, "the run is woken", within_s=240.0)
 
 
 @dataclass
@@ -70,7 +73,7 @@ class Nursery:
 
     def __exit__(self, *_: object) -> None:
         self.process.stdin.close()
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=PATIENT_S)
         self.process.stdout.close()
         self.log.close()
 
@@ -95,7 +98,7 @@ def _child(wish: dict[str, Any], answers: int) -> None:
 
     os.chdir(wish["cwd"])
     opened = tasks.apply.open_provider
-    faults = {name: wish[name] for name in ("die_at", "sleep_at", "sleep_s") if name in wish}
+    faults = {name: wish[name] for name in ("die_at", "hang_at") if name in wish}
 
     def mortal(settings, name=None):
         provider = opened(settings, name)

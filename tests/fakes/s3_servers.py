@@ -20,7 +20,8 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 BUCKET = "coral-tests"
-_START_S = 90.0
+_START_S = 180.0
+_RANDOM = random.SystemRandom()  # the other is seeded anew for every test: all would try the same ports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class S3Server:
             aws_access_key_id=self.access_key,
             aws_secret_access_key=self.secret_key,
             region_name="us-east-1",
-            config=Config(connect_timeout=2, read_timeout=20, retries={"total_max_attempts": 1}, proxies={}),
+            config=Config(connect_timeout=60, read_timeout=120, retries={"total_max_attempts": 1}, proxies={}),
         )
 
 
@@ -118,7 +119,7 @@ def _free_ports(count: int) -> list[int]:
     """Ports of which also the one 10,000 above is free: SeaweedFS takes that for gRPC."""
     ports: list[int] = []
     while len(ports) < count:
-        port = random.randrange(20_000, 32_000)
+        port = _RANDOM.randrange(20_000, 32_000)
         if port not in ports and _is_free(port) and _is_free(port + 10_000):
             ports.append(port)
     return ports

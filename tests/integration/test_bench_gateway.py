@@ -49,7 +49,7 @@ async def server(*answers: bytes) -> AsyncIterator[str]:
         listening.close()
 
 
-def heard(*answers: bytes, connections: int = 2, seconds: float = 0.2, rate: float | None = None):
+def heard(*answers: bytes, connections: int = 2, seconds: float = 1.0, rate: float | None = None):
     async def go():
         async with server(*answers) as url:
             request = request_bytes(url, "tiny", tokens=3)
@@ -154,7 +154,7 @@ def test_the_official_client_reads_the_engines_that_compute_nothing():
 def test_the_bench_measures_every_target_in_every_round():
     words = ["bench", "gateway", "--alone", "--json", "--rounds", "2", "--seconds", "1", "--soak-s", "2"]
     program = [str(Path(sys.executable).with_name("coral")), *words, "--connections", "1", "64"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     seen = [(one["target"], one["connections"]) for one in found["peak"]]
@@ -167,7 +167,7 @@ def test_the_bench_measures_every_target_in_every_round():
 
 def test_rivals_that_are_not_there_are_named(tmp_path: Path):
     program = [str(Path(sys.executable).with_name("coral")), "bench", "gateway", "--rivals", str(tmp_path)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == InputError.exit_code
     assert "no vllm-router and no litellm" in done.stderr
     assert "make bench-rivals" in done.stderr

@@ -6,13 +6,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.fakes.waiting import PATIENT_S, until
+
 pytestmark = pytest.mark.servers
+
+
+def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Both, once they are there."""
+    assert process.poll() is None
+    below = psutil.Process(process.pid).children(recursive=True)
+    workers = [child for child in below if "spawn_main" in " ".join(child.cmdline())]
+    return workers if len(workers) == 2 else []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -21,20 +30,18 @@ def test_a_bench_that_is_ended_leaves_nothing_behind(tmp_path, number):
     command = [coral, "bench", "library", "--workers", "2", "--sample", "0", "--scenario", "paper-extended"]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, env=environ, start_new_session=True, stderr=subprocess.PIPE) as process:
-        parent = psutil.Process(process.pid)
-        deadline = time.monotonic() + 120
-        workers: list[psutil.Process] = []
-        while len(workers) < 2 and time.monotonic() < deadline and process.poll() is None:
-            time.sleep(0.05)
-            workers = [child for child in parent.children(recursive=True) if "spawn_main" in " ".join(child.cmdline())]
-        assert len(workers) == 2
-        assert list(tmp_path.glob("coral-bench-*"))
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # a terminal interrupts all that is in front
-        else:
-            process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        try:
+            workers = until(lambda: workers_of(process), "two workers", within_s=300.0)
+            assert list(tmp_path.glob("coral-bench-*"))
+            if number == signal.SIGINT:
+                os.killpg(process.pid, number)  # a terminal interrupts all that is in front
+            else:
+                process.send_signal(number)
+            _, errors = process.communicate(timeout=PATIENT_S)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
         assert process.returncode == 128 + number, errors
     assert not list(tmp_path.glob("coral-bench-*"))
-    psutil.wait_procs(workers, timeout=10)
+    psutil.wait_procs(workers, timeout=PATIENT_S)
     assert not [worker for worker in workers if worker.is_running()]

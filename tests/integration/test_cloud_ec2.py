@@ -74,7 +74,7 @@ class Operator:
     """What the reallocation flow does, without the flow."""
 
     server: Ec2Server
-    api: Boto3Api = field(default_factory=lambda: Boto3Api(read_timeout_s=10.0))
+    api: Boto3Api = field(default_factory=lambda: Boto3Api(read_timeout_s=60.0))
     engine: RunningIsReady = field(default_factory=RunningIsReady)
     clock: SystemClock = field(default_factory=SystemClock)
     failures: list[StartFailure] = field(default_factory=list)
@@ -233,7 +233,7 @@ def test_faults_on_the_way_leave_neither_orphans_nor_doubles(operator, server):
     operator.provisioner = AwsProvisioner(Boto3Api(read_timeout_s=2.0), AwsLaunch(launch_template=TEMPLATE))
     rules = [
         Rule(action="RunInstances", code="RequestLimitExceeded", status=503, times=2),
-        Rule(action="RunInstances", delay_s=3.0, skip=1),  # done, and the answer lost
+        Rule(action="RunInstances", delay_s=4.0, skip=1),  # done, and the answer lost
         Rule(action="RunInstances", code="InternalError", status=500, skip=2),
         Rule(action="DescribeInstances", code="Unavailable", status=503, times=2, skip=3),
     ]

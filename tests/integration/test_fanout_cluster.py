@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,8 +52,6 @@ def test_a_cluster_is_left_as_it_was(cluster):
     assert [outcome.result for outcome in fan_out([3], double, address=cluster.address)] == [6]
 
 
-def test_an_address_where_nothing_answers_is_said_at_once():
-    start = time.monotonic()
+def test_an_address_where_nothing_answers_is_said_before_ray_is_asked():
     with pytest.raises(InputError, match=r"no Ray head answers at 127\.0\.0\.1:9"):
         list(fan_out([1], double, address="127.0.0.1:9"))
-    assert time.monotonic() - start < 30

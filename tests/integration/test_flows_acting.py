@@ -29,8 +29,9 @@ from tasks.fleet import status_document
 from tasks.library import build_library, build_spec_from_scenario
 from tasks.observe import list_fleet
 from tests.fakes.ec2_server import ACCOUNT, TEMPLATE, Rule, ec2_server
-from tests.fakes.mortal_flow import Nursery
+from tests.fakes.mortal_flow import AWAKE, Nursery
 from tests.fakes.two_regions import both_runtimes
+from tests.fakes.waiting import until
 
 pytestmark = [
     pytest.mark.servers,
@@ -225,7 +226,7 @@ def test_unknown_regions_other_accounts_and_missing_limits_are_refused(prefect, 
 
 
 def test_machines_of_others_with_our_name_are_reported_and_stay(prefect, store, aws, tmp_path):
-    api = Boto3Api(read_timeout_s=10.0)
+    api = Boto3Api(read_timeout_s=60.0)
     for tags in ({"coral:fleet": "blue"}, {"coral:fleet": "blue", "coral:node": "first", "coral:epoch": "-1"}):
         api.call(
             "ec2",
@@ -284,19 +285,19 @@ def test_the_command_line_runs_the_flow(prefect, rehearsal, tmp_path, capsys):
 # Approval ------------------------------------------------------------------------------------------------------------
 
 
-def paused_run(known, *, within_s=60):
-    """The id of the newest paused run that is not known yet."""
+def paused_run(known, run):
+    """The id of the newest paused run that is not known yet; None where `run` ends first."""
     from prefect.client.orchestration import get_client
 
-    end = time.monotonic() + within_s
+    def newest():
+        for found in client.read_flow_runs():
+            if found.state.is_paused() and (found.id, found.state.id) not in known:
+                known.add((found.id, found.state.id))
+                return [found.id]
+        return [None] if run.done() else []
+
     with get_client(sync_client=True) as client:
-        while time.monotonic() < end:
-            for run in client.read_flow_runs():
-                if run.state.is_paused() and (run.id, run.state.id) not in known:
-                    known.add((run.id, run.state.id))
-                    return run.id
-            time.sleep(0.2)
-    raise AssertionError("no run is paused")
+        return until(newest, "a run is paused", look_s=0.2)[0]
 
 
 def form_of(run_id):
@@ -315,14 +316,14 @@ def answer(run_id, **given):
     resume_flow_run(run_id, run_input={"comment": "seen", **given})
 
 
-ASKED = {"mode": "approve", "acting": {"lease_s": 5.0, "clock_skew_s": 0.2, "poll_s": 0.1}}
+ASKED = {"mode": "approve", "acting": QUICK}
 
 
 def test_a_plan_is_carried_out_once_it_is_approved(prefect, rehearsal, tmp_path):
     known = set()
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(reallocate, rehearsal, both_runtimes(tmp_path, 1), **ASKED)
-        paused = paused_run(known)
+        paused = paused_run(known, run)
         assert truth(rehearsal) == ({}, 0)
         assert rehearsal.list_keys("leases") == []  # nobody is kept waiting by a question
         question = form_of(paused)["description"]
@@ -340,7 +341,7 @@ def test_declined_and_unanswered_plans_change_nothing(prefect, rehearsal, tmp_pa
     known = set()
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(reallocate, rehearsal, both_runtimes(tmp_path, 1), **ASKED)
-        answer(paused_run(known), approve=False)
+        answer(paused_run(known, run), approve=False)
         assert (run.result().name, run.result().message) == ("Declined", "declined: seen")
     state = reallocate(rehearsal, both_runtimes(tmp_path, 1), approval_timeout_s=1, **ASKED)
     # The server's own words, whatever a run says that was paused for too long.
@@ -359,20 +360,21 @@ def test_nobody_is_asked_about_a_plan_beyond_the_limits(prefect, rehearsal, tmp_
 def test_a_plan_approved_too_late_is_made_and_asked_about_again(prefect, rehearsal, tmp_path):
     known = set()
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(reallocate, rehearsal, both_runtimes(tmp_path, 1), plan_max_age_s=4.0, **ASKED)
-        late = paused_run(known)
-        time.sleep(4.0)
+        run = pool.submit(reallocate, rehearsal, both_runtimes(tmp_path, 1), plan_max_age_s=6.0, **ASKED)
+        late = paused_run(known, run)
+        time.sleep(6.0)
         answer(late, approve=True)
-        answer(paused_run(known), approve=True)
+        while (asked := paused_run(known, run)) is not None:  # on a slow machine other answers, too, may be late
+            answer(asked, approve=True)
         assert run.result().is_completed(), run.result()
-    outcomes = [run.outcome for run in list_runs(rehearsal, "blue")]
-    assert outcomes == [Outcome.OUTDATED, Outcome.CONVERGED]
+    *outdated, last = [run.outcome for run in list_runs(rehearsal, "blue")]
+    assert (set(outdated), last) == ({Outcome.OUTDATED}, Outcome.CONVERGED)
     assert truth(rehearsal) == wish(rehearsal)
 
 
 # Killed runs ---------------------------------------------------------------------------------------------------------
 
-MORTAL = {"lease_s": 3.0, "clock_skew_s": 0.2, "poll_s": 0.1}
+MORTAL = {"lease_s": 15.0, "clock_skew_s": 0.2, "poll_s": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -420,17 +422,14 @@ def test_a_run_that_hangs_keeps_others_out_for_its_lease_only_and_stops_when_it_
 ):
     monkeypatch.chdir(tmp_path)
     params = mortal_params(tmp_path, 1)
-    params["acting"] = {**MORTAL, "lease_s": 8.0}
-    nursery.begin(params, cwd=tmp_path, sleep_at=2, sleep_s=20.0)  # just after it has started a node
-    end = time.monotonic() + 60
-    while truth(store)[1] == 0 and time.monotonic() < end:
-        time.sleep(0.1)
+    nursery.begin(params, cwd=tmp_path, hang_at=2)  # just after it has started a node
+    until(lambda: truth(store)[1], "a node is started")
     hung_at = time.monotonic()
     early = nursery.run(params, cwd=tmp_path)
     assert early["name"] == "LeaseHeld"
-    time.sleep(max(0.0, hung_at + 8.3 - time.monotonic()))
+    time.sleep(max(0.0, hung_at + MORTAL["lease_s"] + MORTAL["clock_skew_s"] - time.monotonic()))
     assert nursery.run(params, cwd=tmp_path)["name"] == "Completed"
-    assert time.monotonic() - hung_at < 20
+    (tmp_path / AWAKE).touch()
     woken = nursery.ended()
     assert woken["name"] == "LeaseLost"
     assert "holds it since" in woken["message"]
@@ -440,10 +439,12 @@ def test_a_run_that_hangs_keeps_others_out_for_its_lease_only_and_stops_when_it_
 
 def test_of_two_runs_at_once_one_acts_and_the_other_says_why_not(nursery, store, tmp_path, monkeypatch):
     params = mortal_params(tmp_path, 3)
-    params["acting"] = {**MORTAL, "lease_s": 30.0}
+    params["acting"] = {**MORTAL, "lease_s": 130.0}
     for _ in range(2):
-        nursery.begin(params, cwd=tmp_path, sleep_at=1, sleep_s=8.0)  # long enough for the other to come by
-    loser, winner = nursery.ended(), nursery.ended()
+        nursery.begin(params, cwd=tmp_path, hang_at=1)
+    loser = nursery.ended()
+    (tmp_path / AWAKE).touch()  # the other has come by
+    winner = nursery.ended()
     assert (winner["name"], loser["name"]) == ("Completed", "LeaseHeld")
     assert re.search(r"being changed by flow run reallocate-rate-3 at .* \(process \d+\) since", loser["message"])
     monkeypatch.chdir(tmp_path)

@@ -24,6 +24,7 @@ from tasks.library import Build, build_library, build_spec_from_scenario
 from tests.fakes import ray_build
 from tests.fakes.ray_build import small_spec
 from tests.fakes.ray_processes import AGENTS, descendants, survivors
+from tests.fakes.waiting import PATIENT_S, until
 
 pytestmark = pytest.mark.servers
 
@@ -87,22 +88,22 @@ def test_a_build_killed_in_the_middle_is_finished_by_a_rerun_and_never_half_seen
     done_before_the_kill = 3
     with Reader(store) as reader:
         build_library(small_spec(), store, InlineExecutor())
-        killed = start_build(store, pause_s=0.5)
+        killed = start_build(store, pause_s=1.5)
         children = []
         for line in killed.stdout:
             if int(line.split()[0]) == done_before_the_kill:
                 children = {child: child.name() for child in descendants(killed.pid)}
                 killed.kill()
                 break
-        killed.communicate(timeout=60)
+        killed.communicate(timeout=PATIENT_S)
         assert newest_version(store, "lib") == 1
 
         rerun = start_build(store, pause_s=0)
-        out, err = rerun.communicate(timeout=120)
+        out, err = rerun.communicate(timeout=240)
         assert rerun.returncode == 0, err
-        time.sleep(0.2)
+        until(lambda: 2 in reader.seen, "the reader sees the new version")
     assert {"raylet", "gcs_server"} <= set(children.values())
-    assert set(survivors(children, within_s=5)) <= AGENTS
+    assert survivors(children, but=AGENTS) == []
     first, *_, last = out.splitlines()
     reused = int(first.split()[1])
     assert reused >= done_before_the_kill
@@ -182,9 +183,7 @@ def test_the_same_build_on_a_cluster_that_loses_a_node(store):
 def test_a_build_ended_by_sigterm_leaves_no_process(store):
     build = start_build(store, pause_s=5)
     assert build.stdout.readline()
-    deadline = time.monotonic() + 30
-    while not (children := descendants(build.pid)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    children = until(lambda: descendants(build.pid), "Ray's processes")
     build.send_signal(signal.SIGTERM)
-    build.communicate(timeout=60)
-    assert survivors(children, within_s=20) == []
+    build.communicate(timeout=PATIENT_S)
+    assert survivors(children) == []

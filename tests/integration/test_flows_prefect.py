@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 
 import pytest
@@ -20,6 +20,7 @@ from coral_core.errors import DataGapError, InputError
 from coral_core.report.figures import usd
 from coral_core.report.plan_report import headline
 from tests.fakes.ray_processes import AGENTS, descendants, survivors
+from tests.fakes.waiting import PATIENT_S, until
 
 pytestmark = [
     pytest.mark.servers,
@@ -128,19 +129,17 @@ def test_a_build_whose_shards_fail_is_a_failed_run_that_shows_them(server, store
 def test_a_flow_killed_in_the_middle_is_finished_by_another_run(server, store):
     from flows.build_library import watched_by
 
-    script = "import sys; from tests.fakes.ray_build import slow_flow; slow_flow(sys.argv[1], 0.7)"
+    script = "import sys; from tests.fakes.ray_build import slow_flow; slow_flow(sys.argv[1], 1.5)"
     environment = os.environ | {"PREFECT_API_URL": server, "TMPDIR": os.environ["RAY_TMPDIR"]}
     flow = subprocess.Popen([sys.executable, "-c", script, store.url], env=environment)
     children = []
     try:
-        end = time.monotonic() + 90
-        while len(store.list_keys("libraries/tiny/data")) < 2 and time.monotonic() < end:
-            time.sleep(0.05)
+        until(lambda: len(store.list_keys("libraries/tiny/data")) >= 2, "two shards", within_s=240.0)
         children = descendants(flow.pid)
     finally:
         flow.kill()
         flow.wait()
-    assert set(survivors(children, within_s=5)) <= AGENTS
+    assert survivors(children, but=AGENTS) == []
     assert newest_version(store, "tiny") == 0
     seen = []
     with watched_by(seen.append):
@@ -208,22 +207,19 @@ def served(server, tmp_path_factory):
         yield folder
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENT_S)
 
 
-def read_deployment(name, wait_s=60):
+def read_deployment(name):
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 
-    end = time.monotonic() + wait_s
+    def read():
+        with contextlib.suppress(ObjectNotFound):
+            return client.read_deployment_by_name(name)
+
     with get_client(sync_client=True) as client:
-        while True:
-            try:
-                return client.read_deployment_by_name(name)
-            except ObjectNotFound:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.5)
+        return until(read, f"deployment {name}", look_s=0.5)
 
 
 def test_deployments_have_a_form_and_run_from_the_server(served):
@@ -244,7 +240,7 @@ def test_deployments_have_a_form_and_run_from_the_server(served):
         client.create_flow_run_from_deployment(deployment.id, parameters={"params": {"workers": 0}})
 
     run = run_deployment(
-        "build-library/build-library", parameters={"params": {"executor": "inline"}}, timeout=120, poll_interval=1
+        "build-library/build-library", parameters={"params": {"executor": "inline"}}, timeout=240, poll_interval=1
     )
     assert run.state.is_completed(), run.state
     assert open_library(open_store(str(served / ".coral" / "store")), "tiny").manifest.version == 1

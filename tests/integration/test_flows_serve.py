@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -11,7 +12,6 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from itertools import pairwise
 
 import httpx
 import psutil
@@ -30,28 +30,20 @@ from tasks.executor import InlineExecutor
 from tasks.library import build_library, build_spec_from_scenario
 from tasks.providers import open_provider
 from tasks.watch import Watched, WatchPolicy, keep_watch, look
+from tests.fakes.control_processes import free_ports
+from tests.fakes.waiting import PATIENT_S, until
 
 pytestmark = [
     pytest.mark.servers,
-    pytest.mark.timeout(600),  # the fixtures start a server and wait for runs, each a process that imports the world
+    pytest.mark.timeout(1200),  # the fixtures start a server and wait for runs, each a process that imports the world
     # Prefect leaves sockets to the garbage collector, and in 3.9 uses what its own dependencies deprecate.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def await_(what, found, within_s=180.0):
-    end = time.monotonic() + within_s
-    while not (value := found()):
-        assert time.monotonic() < end, f"{what} did not happen"
-        time.sleep(0.3)
-    return value
+def await_(what, found):
+    return until(found, what, within_s=240.0, look_s=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +71,7 @@ class Served:
     """`coral flows serve` in a process of its own, in a folder with a library of `tiny`."""
 
     def __init__(self, folder, notify, *, build=True):
-        self.folder, self.port = folder, free_port()
+        self.folder, self.port = folder, free_ports(1)[0]
         self.store = open_store(str(folder / "store"))
         if build:
             spec = build_spec_from_scenario(resolve_scenario(load_scenario("tiny")))
@@ -125,12 +117,12 @@ class Served:
         return answer.json()
 
     def _post(self, path, body):
-        return httpx.post(f"{self.api}/{path}", json=body, timeout=30)
+        return httpx.post(f"{self.api}/{path}", json=body, timeout=PATIENT_S)
 
     def rests(self):
         """No run is under way or due; the scheduler may have made some more while it was being switched off."""
         for run in self.runs("SCHEDULED"):
-            httpx.delete(f"{self.api}/flow_runs/{run['id']}", timeout=30)
+            httpx.delete(f"{self.api}/flow_runs/{run['id']}", timeout=PATIENT_S)
         return not self.runs("RUNNING", "PENDING", "SCHEDULED")
 
     def deployment(self):
@@ -160,7 +152,7 @@ def quiet(served):
     (schedule,) = found["schedules"]
     path = f"{served.api}/deployments/{found['id']}/schedules/{schedule['id']}"
     # The small database answers 503 while somebody else writes.
-    await_("switching off", lambda: httpx.patch(path, json={"active": False}, timeout=30).is_success)
+    await_("switching off", lambda: httpx.patch(path, json={"active": False}, timeout=PATIENT_S).is_success)
     await_("rest", served.rests)
     return served
 
@@ -170,11 +162,15 @@ def test_the_schedule_fires_by_itself_again_and_again_and_never_twice_at_once(qu
     scheduled = [run for run in done if (run["created_by"] or {}).get("type") == "SCHEDULE"]
     assert len(scheduled) >= 2
     assert all("auto-scheduled" in run["tags"] for run in scheduled)
-    assert all(earlier["end_time"] <= later["start_time"] for earlier, later in pairwise(scheduled))
+    assert all(earlier["end_time"] <= later["start_time"] for earlier, later in itertools.pairwise(scheduled))
     # Other tests ask this server for runs too, some of which are to fail.
     failed = [run for run in quiet.runs("FAILED", "CRASHED") if (run["created_by"] or {}).get("type") == "SCHEDULE"]
     assert not failed
     assert len(scheduled) <= len(list_plans(quiet.store, "blue")) <= len(done)
+
+
+class EnoughError(Exception):
+    """Ends a watch that would go on for ever."""
 
 
 def test_news_that_the_watch_sees_starts_one_run_at_once(quiet, tmp_path):
@@ -186,7 +182,13 @@ def test_news_that_the_watch_sees_starts_one_run_at_once(quiet, tmp_path):
     provider = open_provider(Settings(rehearsal=tmp_path / "rehearsal"))
     watched = Watched(resolved=resolved, store=quiet.store, fleet="blue", provider=provider, demand=DemandSpec())
     before = {run["id"] for run in quiet.runs()}
-    said = []
+    said, looks = [], itertools.count()
+
+    def sleep(duration_s):
+        time.sleep(duration_s)
+        if runs.seen(time.time()).last_start_s > begun_s and next(looks) == 5:
+            raise EnoughError
+
     with temporary_settings({PREFECT_API_URL: quiet.api}):
         runs = PrefectRuns("blue")
         assert not runs.seen(time.time()).running
@@ -194,15 +196,9 @@ def test_news_that_the_watch_sees_starts_one_run_at_once(quiet, tmp_path):
         begun_s = time.time()
         asked = DemandSample(time_s=begun_s, duration_s=60, model="phi-4", requests_per_s=1000.0)
         append_demand(quiet.store, "blue", [asked], source="gateway")
-        keep_watch(
-            lambda: look(watched),
-            runs,
-            WatchPolicy(poll_s=1.0, window_s=20.0),
-            clock=SystemClock(),
-            sleep=time.sleep,
-            say=said.append,
-            looks=30,
-        )
+        policy = WatchPolicy(poll_s=1.0, window_s=40.0)
+        with pytest.raises(EnoughError):  # a few looks after the run has begun
+            keep_watch(lambda: look(watched), runs, policy, clock=SystemClock(), sleep=sleep, say=said.append)
         await_("the run's end", lambda: (s := runs.seen(time.time())).last_start_s > begun_s and not s.running)
     new = [run for run in quiet.runs() if run["id"] not in before]
     assert [(run["created_by"]["type"], run["state"]["type"]) for run in new] == [("AUTOMATION", "COMPLETED")]
@@ -252,7 +248,7 @@ def test_automations_are_made_once_and_stay_switched_off(quiet, webhook):
     assert set(first) == names
     off = first["coral: tell of failed runs"]["id"]
     path = f"{quiet.api}/automations/{off}"
-    await_("switching off", lambda: httpx.patch(path, json={"enabled": False}, timeout=30).is_success)
+    await_("switching off", lambda: httpx.patch(path, json={"enabled": False}, timeout=PATIENT_S).is_success)
     with temporary_settings({PREFECT_API_URL: quiet.api}):
         install_automations(fleet="blue", notify="custom-webhook/coral-notifications")
         again = automations()
@@ -289,10 +285,10 @@ def test_an_interrupt_ends_all_that_was_started(tmp_path):
         started = psutil.Process(served.process.pid).children(recursive=True)
         assert any("prefect" in " ".join(child.cmdline()) for child in started)
         served.process.send_signal(signal.SIGINT)
-        assert served.process.wait(timeout=60) == 0, served.said()
+        assert served.process.wait(timeout=PATIENT_S) == 0, served.said()
     finally:
         served.end()
-    _, alive = psutil.wait_procs(started, timeout=10)
+    _, alive = psutil.wait_procs(started, timeout=PATIENT_S)
     assert alive == []
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{served.api}/health")

@@ -13,6 +13,7 @@ from coral_core.perf.profiling import Shot
 from tasks.local_serving import free_ports
 from tasks.measure import HttpEngines
 from tests.fakes.profile_interpreter import DIES, interpreter
+from tests.fakes.waiting import PATIENT_S
 
 pytestmark = pytest.mark.servers
 
@@ -35,7 +36,7 @@ def served(tmp_path):
             url=f"http://127.0.0.1:{port}",
         )
         started.append(engine)
-        state = engine.wait(60.0)
+        state = engine.wait(PATIENT_S)
         assert state.condition is Condition.READY, state
         return f"http://127.0.0.1:{port}"
 
@@ -47,43 +48,43 @@ def served(tmp_path):
 def test_one_engine_after_another_is_measured(served):
     engines = HttpEngines(served(), version="0.32.0")
     for layers in (2, 4):
-        start = engines.open(1, layers, within_s=30.0)
+        start = engines.open(1, layers, within_s=PATIENT_S)
         assert (start.layers, start.kv_tokens) == (layers, 8000 // layers)
         assert start.start_s > 0
         shot = Shot(tp=1, layers=layers, phase=Phase.DECODE, requests=4, tokens=64)
-        samples = engines.measure(shot, 3, within_s=30.0)
+        samples = engines.measure(shot, 3, within_s=PATIENT_S)
         assert samples == (pytest.approx(0.01 + layers * (2e-3 + 8e-4 + 2.56e-4)),) * 3
     engines.close()
     with pytest.raises(MeasurementError, match="no engine is open"):
-        engines.measure(SHOT, 3, within_s=30.0)
+        engines.measure(SHOT, 3, within_s=PATIENT_S)
 
 
 def test_an_engine_that_does_not_start_is_told_with_its_last_words(served):
     with pytest.raises(MeasurementError, match=r"ended with 3: .*no such device"):
-        HttpEngines(served("--refuse")).open(1, 2, within_s=30.0)
+        HttpEngines(served("--refuse")).open(1, 2, within_s=PATIENT_S)
 
 
 def test_an_engine_that_dies_is_told(served):
     engines = HttpEngines(served(**{DIES: "1"}))
-    engines.open(1, 2, within_s=30.0)
-    engines.measure(SHOT, 3, within_s=30.0)
+    engines.open(1, 2, within_s=PATIENT_S)
+    engines.measure(SHOT, 3, within_s=PATIENT_S)
     with pytest.raises(MeasurementError, match="ended with 9"):
-        engines.measure(SHOT, 3, within_s=30.0)
+        engines.measure(SHOT, 3, within_s=PATIENT_S)
 
 
 def test_another_version_is_not_measured(served):
     with pytest.raises(MeasurementError, match=r"runs version 0\.32\.0, not 0\.33\.0"):
-        HttpEngines(served(), version="0.33.0").open(1, 2, within_s=30.0)
+        HttpEngines(served(), version="0.33.0").open(1, 2, within_s=PATIENT_S)
 
 
 def test_questions_that_are_none_are_refused(served):
     url = served()
     engines = HttpEngines(url)
-    engines.open(1, 2, within_s=30.0)
+    engines.open(1, 2, within_s=PATIENT_S)
     with pytest.raises(MeasurementError, match="KeyError"):
-        engines._post("/nothing", {}, 5.0)
+        engines._post("/nothing", {}, PATIENT_S)
     with pytest.raises(MeasurementError, match="KeyError"):
-        engines._post("/open", {"tp": 1}, 5.0)
+        engines._post("/open", {"tp": 1}, PATIENT_S)
 
 
 def test_a_node_that_is_not_there():

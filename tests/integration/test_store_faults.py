@@ -23,6 +23,7 @@ from tests.fakes.artifact_cases import draft_of, shards_of
 from tests.fakes.artifact_writer import ROWS, SHARDS
 from tests.fakes.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from tests.fakes.s3_servers import BUCKET, S3Server, seaweedfs
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.servers
 
@@ -136,11 +137,9 @@ def test_faults_that_do_not_end_are_told_within_bounds(store, proxy, fault, what
     for action, call in calls.items():
         proxy.clear()
         proxy.add(fault, times=10_000)
-        start_s = time.monotonic()
         with pytest.raises(StoreUnreachableError, match=f"^{store.url}/.*{what}") as told:
             call()
         assert f"while {action}: " in told.value.what
-        assert time.monotonic() - start_s < 60
         assert len(proxy.seen) <= 50
 
 
@@ -162,11 +161,11 @@ def test_a_silent_server_is_given_up(direct, weed, proxy, monkeypatch, name):
     proxy.add(Fault.SILENT, "PUT", wait_s=5.0)
     store.put_if_absent("a", b"mine")  # it had arrived, which reading shows
     assert proxy.asked("PUT", "/a$") == [Fault.SILENT]
+    proxy.clear()
     proxy.add(Fault.SILENT, times=100, wait_s=5.0)
-    start_s = time.monotonic()
     with pytest.raises(StoreUnreachableError, match=f"{store.url}/b: the store cannot be reached while writing"):
         store.put_if_absent("b", b"mine")
-    assert time.monotonic() - start_s < 60
+    assert 1 < len(proxy.seen) <= 20
 
 
 @pytest.mark.parametrize("fault", [*AFTER, Fault.REFUSED, Fault.SLOW_DOWN])
@@ -204,9 +203,7 @@ def test_a_writer_killed_while_its_answers_are_lost_leaves_whole_versions_only(s
         proxy.add(fault, "PUT", wait_s=0.2)
     command = [sys.executable, "-m", "tests.fakes.artifact_writer", "snapshots", store.url, "lib", "100", "50"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-        deadline = time.monotonic() + 60
-        while newest_version(direct, "lib") < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: newest_version(direct, "lib") >= 2, "two versions")
         proxy.add(Fault.SLOW, "PUT", times=100, wait_s=0.5)
         time.sleep(0.7)
         writer.kill()
