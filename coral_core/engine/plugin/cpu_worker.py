@@ -23,7 +23,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from coral_core.engine.plugin.stage_rank import end_with_parent
+from coral_core.engine.plugin.stage_rank import end_with_parent, make_receiving_buffer
 
 DELAY_VARIABLE = "CORAL_STAGE_DELAY_MS"
 LAYER_DELAY_VARIABLE = "CORAL_LAYER_DELAY_MS"
@@ -46,10 +46,8 @@ class StageWorker(CPUWorker):
         times = super().compile_or_warm_up_model()
         stage = get_pp_group()
         runner = self.model_runner
-        if not stage.is_first_rank and runner.intermediate_tensors is None:
-            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-            )
+        if not stage.is_first_rank:
+            make_receiving_buffer(runner)
         self._delay_s = stage_delay_s(os.environ.get(DELAY_VARIABLE, ""), stage.rank_in_group, stage.world_size)
         # Not `get_num_layers`: on the second of two nodes it takes the rank inside the node for that in the pipeline.
         first, end = get_pp_indices(

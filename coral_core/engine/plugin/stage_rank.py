@@ -120,11 +120,8 @@ class Rank:
     def warm_up(self) -> CompilationTimes:
         """Ready for steps."""
         times: CompilationTimes = self._wrapper.compile_or_warm_up_model()
-        runner = self.runner
-        if self._seat.stage and runner.intermediate_tensors is None:
-            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-            )
+        if self._seat.stage:
+            make_receiving_buffer(self.runner)
         # Last stages draw from streams of their own.
         torch.manual_seed((self._config.model_config.seed or 0) + self._seat.index)
         return times
@@ -208,6 +205,14 @@ def _follower(config: VllmConfig, seat: Seat, rank: int) -> subprocess.Popen[byt
     pickle.dump((config, own), process.stdin)
     process.stdin.close()
     return process
+
+
+def make_receiving_buffer(runner: GPUModelRunner) -> None:
+    """Where a later stage's inputs go: vLLM 0.32 makes it in a warm-up, and skips that where eager and told its KV cache's size."""
+    if runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def end_with_parent() -> None:
