@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sized
 from pathlib import Path
@@ -11,7 +12,7 @@ from cyclopts import App, Parameter
 
 from coral_core.cli.options import AsJson, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_text
-from coral_core.cli.serve_extra import refuse_without
+from coral_core.cli.serve_extra import Teller, refuse_without
 from coral_core.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ def run(
 
     With --json each thing that happens is one JSON line on stdout, the first one with the addresses.
     """
-    import json
-
     from coral_core.clock import SystemClock
     from coral_core.config.gateway import load_gateway_file
 
@@ -64,18 +63,15 @@ def run(
     url = _url(spec.listen.host, public.getsockname()[1])
     admin_url = _url(spec.admin.host, admin.getsockname()[1]) if spec.admin and admin else None
 
-    def say(event: str, text: str, **facts: object) -> None:
-        if as_json:
-            print(json.dumps({"event": event, **facts}), flush=True)
-        else:
-            print_text(text)
+    say = Teller(as_json=as_json)
 
     def started(ready: list[str], waiting: list[str]) -> None:
         note = f"; {', '.join(waiting)} not yet" if waiting else ""
         text = f"serving on {url}{f', admin on {admin_url}' if admin_url else ''}; ready: {', '.join(ready) or 'none'}{note}"
         say("started", text, url=url, admin_url=admin_url, ready=ready, not_ready=waiting)
         if plan.keys.is_open:
-            print_note("note: no keys_file: anybody on this machine may ask")
+            with contextlib.suppress(OSError):
+                print_note("note: no keys_file: anybody on this machine may ask")
 
     run_loop(
         serve(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 
-from coral_core.cli.output import print_text
+from coral_core.cli.output import shown
 from coral_core.errors import InputError
 
 
@@ -17,14 +18,12 @@ def refuse_without(what: str, *needed: str) -> None:
 
 
 class Teller:
-    """Tells events: one JSON line each, or a line of text."""
+    """Tells events: one JSON line each, or a line of text. Where nobody can be told any more (a full disk, a closed pipe) all goes on."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
 
     def __call__(self, event: str, text: str, **facts: object) -> None:
         """Say it, at once."""
-        if self._as_json:
-            print(json.dumps({"event": event, **facts}), flush=True)
-        else:
-            print_text(text)
+        with contextlib.suppress(OSError, ValueError):  # full, closed, or without such letters
+            print(json.dumps({"event": event, **facts}) if self._as_json else shown(text), flush=True)

@@ -6,6 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -23,7 +26,7 @@ from coral_core.serving.control.curve import KeyPair, read_allowed, read_private
 from coral_core.serving.control.held import ControlTerms, Tell
 from coral_core.serving.control.instances import Instances
 from coral_core.serving.control.messages import PROTOCOL, GarbageError, Refused, from_agent, from_coordinator
-from coral_core.serving.control.state_file import read_state, restored
+from coral_core.serving.control.state_file import alone_in, read_state, restored
 from coral_core.serving.gateway import _shaped
 from coral_core.serving.refusals import RefusedError
 from coral_core.serving.request import TEXT, parse_request
@@ -280,6 +283,41 @@ def test_a_state_that_cannot_be_written_down_is_told_once_and_when_it_can_again(
     one._write()
     assert told[1:] == ["the state is written down again"]
     assert read_state(folder)["instances"] == []
+
+
+def test_one_coordinator_has_a_folder_at_a_time(tmp_path):
+    with (
+        alone_in(tmp_path / "state"),
+        pytest.raises(ServingError, match="another coordinator runs here"),
+        alone_in(tmp_path / "state"),
+    ):
+        pass
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with (
+        alone_in(tmp_path / "state"),
+        alone_in(tmp_path / "file"),
+    ):  # nothing can be kept there, which is told elsewhere
+        pass
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize("where", ["full", "closed", "letters"])
+def test_whoever_serves_serves_on_where_nobody_can_be_told(where, as_json):
+    """A full disk, a reader that has gone, a terminal without such letters."""
+    code = (
+        "import os\nfrom coral_core.cli.serve_extra import Teller\n"
+        f"say = Teller(as_json={as_json})\n"
+        "for _ in range(3):\n    say('event', 'ein Ger\\u00e4t')\n"
+        "os._exit(0)"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    with Path("/dev/full").open("wb") as full:
+        out = {"full": full.fileno(), "closed": write, "letters": subprocess.DEVNULL}[where]
+        env = {**os.environ, "PYTHONIOENCODING": "ascii"} if where == "letters" else None
+        done = subprocess.run([sys.executable, "-c", code], stdout=out, stderr=subprocess.PIPE, env=env, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_the_first_start_of_a_coordinator_is_nothing_wrong(tmp_path):

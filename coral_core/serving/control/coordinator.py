@@ -33,7 +33,14 @@ from coral_core.serving.control.messages import (
     from_agent,
 )
 from coral_core.serving.control.say import Say
-from coral_core.serving.control.state_file import NoStateError, read_state, restored, state_document, write_state
+from coral_core.serving.control.state_file import (
+    NoStateError,
+    alone_in,
+    read_state,
+    restored,
+    state_document,
+    write_state,
+)
 from coral_core.serving.control.wire import CoordinatorEnd, Received
 from coral_core.serving.sparing_log import spare
 
@@ -72,17 +79,18 @@ async def coordinate(
 ) -> None:
     """Coordinate until `stop` is set. Engines and agents are left as they are: the next coordinator takes them over.
 
-    `started` is called with the endpoint. Raises ServingError where the address cannot be had.
+    `started` is called with the endpoint. Raises ServingError where the address cannot be had, or another has the folder.
     """
-    end = CoordinatorEnd(plan.host, plan.port, plan.pair, plan.allowed)
-    try:
-        async with aiohttp.ClientSession() as session:
-            gateway = GatewaySide(session, url=plan.gateway_url, token=plan.gateway_token)
-            at_work = _Coordinator(plan, clock, end, gateway, say)
-            started(end.endpoint)
-            await at_work.run(stop)
-    finally:
-        end.close()
+    with alone_in(plan.folder):
+        end = CoordinatorEnd(plan.host, plan.port, plan.pair, plan.allowed)
+        try:
+            async with aiohttp.ClientSession() as session:
+                gateway = GatewaySide(session, url=plan.gateway_url, token=plan.gateway_token)
+                at_work = _Coordinator(plan, clock, end, gateway, say)
+                started(end.endpoint)
+                await at_work.run(stop)
+        finally:
+            end.close()
 
 
 class _Coordinator:

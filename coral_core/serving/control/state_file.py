@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -60,6 +62,24 @@ def state_document(
         **counts,
         "instances": [_instance(one, now_s) for one in sorted(held, key=lambda one: one.instance_id)],
     }
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """One coordinator per folder at a time: another would take its instances for lost. ServingError where one is there.
+
+    A folder that cannot be written to belongs to whoever comes: nothing can be kept in it.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / ".lock").open("w"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fix = "end it first, or give this one a folder of its own"
+                raise ServingError("another coordinator runs here", where=str(folder), fix=fix) from None
+        yield
 
 
 def write_state(folder: Path, document: Mapping[str, object]) -> None:
