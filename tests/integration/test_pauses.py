@@ -79,10 +79,11 @@ def test_a_transfer_outlives_a_pause_of_both_ends(tmp_path):
 
 def test_a_transfer_does_not_outlive_the_silence_of_its_producer(tmp_path):
     with child(serve, tmp_path, 1.0) as (producer, served):  # slow: it is not through when it is stopped
-        with child(fetch, tmp_path, heard(served)) as (_, fetched):
+        address = heard(served)
+        with child(fetch, tmp_path, address) as (_, fetched):
             assert heard(fetched) == "begun"
             os.kill(producer, signal.SIGSTOP)
-            assert heard(fetched) == ("nothing came for 3 s", False)
+            assert heard(fetched) == (f"nothing came from {address} for 3 s", False)
             os.kill(producer, signal.SIGCONT)
         assert heard(served) == "ended"
 
