@@ -69,14 +69,17 @@ def own_runs(file: Path, *, engine: str) -> tuple[list[Compared], dict[str, int]
     return found, left_out
 
 
-def stored_profiles_compared(store: Store) -> list[Compared]:
-    """Every point of the newest profiles against the estimate; profiles of models or nodes not known here are passed over."""
+def stored_profiles_compared(store: Store) -> tuple[list[Compared], dict[str, int]]:
+    """Every point of the newest profiles against the estimate, and how many profiles have none for which reason."""
     models = load_models(load_settings().models)
     found: list[Compared] = []
+    left_out: dict[str, int] = {}
     for key in list_profiles(store):
         profile = read_profile(store, key)
         shape, gpu = models.get(profile.key.model), _gpu_of(profile.key.config)
         if shape is None or gpu is None or profile.key.variant not in shape.variants:
+            what = f"profile of {profile.key.model} in {profile.key.variant} on {profile.key.config}, which is not known here"
+            left_out[what] = left_out.get(what, 0) + 1
             continue
         found += [
             Compared(
@@ -91,7 +94,7 @@ def stored_profiles_compared(store: Store) -> list[Compared]:
             )
             for point in profile.points
         ]
-    return found
+    return found, left_out
 
 
 def _gpu_of(config: str) -> Gpu | None:

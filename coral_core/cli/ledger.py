@@ -58,7 +58,8 @@ def ledger(
         document = make_ledger(reference_folder(data))
     else:
         own, left_out = ([], {}) if runs is None else own_runs(runs, engine=engine)
-        own += stored_profiles_compared(open_configured_store(store)) if profiles else []
+        more, unknown = stored_profiles_compared(open_configured_store(store)) if profiles else ([], {})
+        own, left_out = own + more, {**left_out, **unknown}
         if not own and not left_out:
             raise DataGapError(
                 "there is nothing to compare: no runs and no profiles",

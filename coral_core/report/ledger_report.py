@@ -71,9 +71,8 @@ def ledger_notes(document: Mapping[str, Any]) -> list[str]:
         "that of their series at the lowest concurrency"
     )
     general = "error: |predicted / measured - 1|; bias: its median with sign"
-    if not document["held_out"]:
-        return [general, "predicted with the factors that ship"]
-    return [general, folds, queues] + [f"left out, {reason}: {count}" for reason, count in document["left_out"].items()]
+    how = [folds, queues] if document["held_out"] else ["predicted with the factors that ship"]
+    return [general, *how, *(f"left out, {reason}: {count}" for reason, count in document["left_out"].items())]
 
 
 def ledger_markdown(document: Mapping[str, Any]) -> str:
@@ -96,15 +95,17 @@ def ledger_charts(document: Mapping[str, Any]) -> list[BarChart]:
                 unit="%",
                 keys=("median error",),
                 bars=tuple(
-                    Bar(
-                        name=f"{row['model']}, {row['gpu']}, {row['phase']}, {row['engine'] or 'kernels'} (n = {row['n']})",
-                        parts={"median error": 100 * row["median_abs_error_frac"]},
-                    )
-                    for row in rows
+                    Bar(name=_bar_name(row), parts={"median error": 100 * row["median_abs_error_frac"]}) for row in rows
                 ),
             )
         )
     return charts
+
+
+def _bar_name(row: Mapping[str, Any]) -> str:
+    """Short enough to be shown whole: only layer times have several phases, and only whole engines a name."""
+    phase = row["phase"] if row["metric"] == "layer_time_s" else ""
+    return f"{', '.join(filter(None, (row['model'], row['gpu'], phase, row['engine'])))} (n = {row['n']})"
 
 
 def ledger_page(document: Mapping[str, Any], *, time: str) -> str:
@@ -132,7 +133,9 @@ def ledger_page(document: Mapping[str, Any], *, time: str) -> str:
                 ),
                 Section(ident="tables", title="Tables", text="", blocks=tuple(ledger_tables(document))),
             ),
-            footer="Measured figures are other people's runs; nothing here was measured by Coral.",
+            footer="Measured figures are other people's runs; nothing here was measured by Coral."
+            if document["held_out"]
+            else "Measured figures are the runs and profiles that were given.",
         )
     )
 

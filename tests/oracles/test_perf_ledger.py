@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,11 @@ import pytest
 from coral_core.perf.factors import load_engine_costs, load_factors
 from coral_core.perf.serving import kernel_times, latencies
 from tasks.fit_factors import changes, fit_tables
-from tasks.ledger import Observed, compare, error_rows, is_target, ledger
+from tasks.ledger import Observed, _layer_times, _serving, compare, error_rows, is_target, ledger
 from tasks.reference_runs import read_serving_runs
 from tests.fakes.perf_cases import AS_OF
 
+NAMES = ((True, "own"), (False, "others"))
 KEYS = {"model", "gpu", "phase", "metric", "n", "median_abs_error_frac", "p90_abs_error_frac"}
 
 
@@ -51,6 +53,36 @@ def test_a_models_runs_do_not_enter_the_costs_it_is_scored_with(reference_data: 
     everything, without = (Observed.of(rows, load_factors()).costs(without=model) for rows in (runs, others))
     assert everything == without
     assert Observed.of(runs, load_factors()).costs() != everything
+
+
+def test_the_ledger_predicts_a_model_from_the_runs_of_others_alone(reference_data: Path) -> None:
+    """Had this model been three times as slow, its own predictions would be the same, and those of others not."""
+    runs = [run for run in read_serving_runs(reference_data).runs if is_target(run) and not run.queue_bound]
+    model = "kimi-k2.5"
+    slowed = [
+        replace(run, ttft_s=3 * run.ttft_s, tpot_s=3 * run.tpot_s) if run.point.shape.name == model else run
+        for run in runs
+    ]
+    before, after = (
+        {name: [item.predicted for item in _serving(rows) if (item.model == model) == own] for own, name in NAMES}
+        for rows in (runs, slowed)
+    )
+    assert before["own"] == after["own"]
+    assert before["others"] != after["others"]
+
+
+def test_layer_times_take_their_factor_from_the_other_model(reference_data: Path, tmp_path: Path) -> None:
+    lines = (reference_data / "perf" / "helix_layer_times.csv").read_text(encoding="utf-8").splitlines()
+    rows = [line.split(",") for line in lines]
+    for cells in rows[1:]:
+        if cells[0] == "llama2_70b":
+            cells[4] = str(3 * float(cells[4]))
+    (tmp_path / "perf").mkdir()
+    (tmp_path / "perf" / "helix_layer_times.csv").write_text("\n".join(map(",".join, rows)), encoding="utf-8")
+    before, after = _layer_times(reference_data), _layer_times(tmp_path)
+    assert len(before) == len(after) == 1221
+    for one, two in zip(before, after, strict=True):
+        assert two.predicted == pytest.approx(one.predicted * (1 if one.model == "llama2_70b" else 3))
 
 
 def test_the_shipped_tables_are_what_the_fit_makes(reference_data: Path) -> None:

@@ -227,6 +227,8 @@ def test_own_runs_without_a_prediction_are_counted_and_the_others_scored(
     assert {row["model"] for row in document["entries"]} == {"qwen3-32b"}
     [(reason, count)] = document["left_out"].items()
     assert (count, "deepseek-v3 in fp8 does not fit 1 x H100" in reason) == (1, True)
+    assert run(["ledger", "--runs", str(runs)]) == 0
+    assert "note: left out, deepseek-v3 in fp8 does not fit 1 x H100" in capsys.readouterr().out
     runs.write_text(f"{header}deepseek-v3,,H100,1,1024,1024,16,nan,0.1\n", encoding="utf-8")
     assert run(["ledger", "--runs", str(runs)]) == 2
     assert "runs.csv:2: ttft_s is 'nan'" in capsys.readouterr().err
@@ -249,6 +251,20 @@ def test_what_would_be_of_no_use_or_cannot_be_written_is_refused(
     assert "there is nothing to compare" in capsys.readouterr().err
     assert run(["ledger", "--profiles", "--store", f"file://{store}", "--markdown", str(tmp_path)]) == 2
     assert "is a folder" in capsys.readouterr().err
+
+
+def test_profiles_of_what_is_not_known_here_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, store = tmp_path / "times.csv", tmp_path / "store"
+    file.write_text(CSV, encoding="utf-8")
+    assert imported(file, store) == 0
+    monkeypatch.setattr("tasks.ledger_own.catalog_names", lambda: ("local",))  # as where an own catalogue has gone
+    capsys.readouterr()
+    assert run(["ledger", "--profiles", "--store", f"file://{store}", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["entries"] == []
+    assert document["left_out"] == {"profile of llama-3-70b in bf16 on g6.xlarge, which is not known here": 1}
 
 
 def test_a_damaged_profile_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,22 +306,25 @@ def test_the_ledger_is_written_for_people(
     html, text = page.read_text(encoding="utf-8"), tables.read_text(encoding="utf-8")
     assert "TPOT: median error (predicted against measured)" in html
     assert html.count("<svg") >= 5
+    assert "…" not in html  # every bar's name is whole
     assert "| serving, vLLM on H100 and H200 | TPOT | 336 |" in text
     assert run(["ledger", "--data", str(reference_data), "--markdown", str(tmp_path / "none" / "x.md")]) == 2
     assert "no such folder" in capsys.readouterr().err
 
 
 def test_own_ledgers_claim_no_folds() -> None:
-    from coral_core.report.ledger_report import ledger_charts, ledger_notes, ledger_tables
+    from coral_core.report.ledger_report import ledger_charts, ledger_notes, ledger_page, ledger_tables
     from tasks.ledger import Compared, ledger_document
 
     one = Compared(
         group="own runs", engine="", model="m", gpu="X", phase="decode", metric="tpot_s", predicted=1.2, measured=1.0
     )
     document = ledger_document([one], {"not known": 2}, 0, held_out=False)
-    assert ledger_notes(document)[1:] == ["predicted with the factors that ship"]
+    assert ledger_notes(document)[1:] == ["predicted with the factors that ship", "left out, not known: 2"]
+    assert "other people's runs" not in ledger_page(document, time="now")
+    assert "the runs and profiles that were given" in ledger_page(document, time="now")
     groups, entries = ledger_tables(document)
-    assert groups.rows == [("own runs", "TPOT", 1, "20.0%", "20.0%", "-", "-")] or groups.rows[0][5] in {None, "-"}
+    assert groups.rows == [("own runs", "TPOT", 1, "20.0%", "20.0%", "-", "-")]
     assert entries.rows[0][:6] == ("m", "X", "decode", "TPOT", "kernels", 1)
     assert entries.rows[0][-1] == "+20%"
     [chart] = ledger_charts(document)
