@@ -27,7 +27,10 @@ LONGEST_END_S = 5.0
 
 
 class Kept:
-    """An engine's processes behind their keeper. `poll` brings `pid`, `exit_code`, `refused` and `gone` up to date."""
+    """An engine's processes behind their keeper. `poll` brings `pid`, `exit_code`, `refused` and `gone` up to date.
+
+    `orphaned`: the keeper was killed, and the engine ended for that reason.
+    """
 
     def __init__(self, *, argv: Sequence[str], env: Mapping[str, str], log: Path, owner: str) -> None:
         """Start them. InputError for an owner that no mark can carry."""
@@ -36,7 +39,7 @@ class Kept:
         self.pid: int | None = None
         self.exit_code: int | None = None
         self.refused = ""
-        self.gone = False
+        self.gone = self.orphaned = False
         self._received = b""
         self._lock = threading.Lock()
         self._mark = f"{owner}#{uuid.uuid4().hex}"
@@ -95,6 +98,10 @@ class Kept:
     def _close(self) -> None:
         self.gone = True
         self._keeper.wait()
+        if self.exit_code is None and not self.refused:  # the keeper was killed: what it kept is left to us
+            self.orphaned = True
+            with contextlib.suppress(ServingError):
+                end_marked(self._mark)
         for stream in (self._keeper.stdin, self._keeper.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):

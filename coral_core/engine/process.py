@@ -248,6 +248,9 @@ class EngineProcess:
         elif kept.refused:
             fix = "set CORAL_ENGINE_PYTHON to an interpreter that has vLLM"
             self._fail(EngineFailure(cause=Cause.NOT_LAUNCHED, what=kept.refused, fix=fix))
+        elif kept.orphaned:
+            what = "killed together with the process that keeps it"
+            self._fail(EngineFailure(cause=Cause.KILLED, what=what, log_lines=self._log.tail()))
         else:
             was_ready = self._state.condition is Condition.READY
             failure = self._log.failure(kept.exit_code, self._elapsed_s(), was_ready=was_ready)

@@ -202,6 +202,17 @@ def test_an_owners_interrupt_is_not_the_engines(case):
     assert until(lambda: not any(map(alive, (keeper, engine, child))))
 
 
+def test_an_engine_whose_keeper_is_killed_ends_whole_and_says_so(case):
+    engine = case.ready("children")
+    child = int(case.get("/child"))
+    os.kill(engine._kept._keeper.pid, signal.SIGKILL)
+    assert until(lambda: engine.state.final)
+    assert engine.state.failure.cause is Cause.KILLED
+    assert "the process that keeps it" in engine.state.failure.what
+    assert not alive(engine.pid)
+    assert not alive(child)
+
+
 def test_a_keeper_that_does_not_answer_is_ended_too(case, monkeypatch):
     monkeypatch.setattr("coral_core.engine.process.LAST_WORDS_S", 0.5)
     engine = case.ready("children")
