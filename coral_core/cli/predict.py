@@ -65,7 +65,8 @@ def predict(
         f"{concurrency} clients (predicted)",
         ("", "s", "low", "high", "error bars from"),
         rows,
-        note="low and high hold nine of ten measurements of the comparisons named; no high: errors there reach 100%",
+        note="low and high hold nine of ten measurements of the comparisons named"
+        + ("; no high: errors there reach 100%" if any(row[3] is None for row in rows) else ""),
     )
     if found.queue_bound:
         print_text(f"{document['running_requests']} of {concurrency} requests run at a time: the others wait")

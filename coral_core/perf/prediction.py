@@ -16,6 +16,8 @@ FITTED_CONCURRENCY: Final = (4, 128)
 """Ranges of the runs that the engine's costs were fitted to."""
 
 _AGGREGATED: Final = "aggregated"
+_WHOLE: Final = "latency_s"
+_MEASURED: Final = {"ttft_s": "first tokens", "tpot_s": "further tokens", _WHOLE: "whole latencies"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +62,10 @@ def prediction(point: ServingPoint) -> Prediction:
 
 def _bar(gpu: str, metric: str) -> Bar:
     known = load_errors()
-    for of in (metric, "latency_s"):
+    for of in (metric, _WHOLE):
         if (gpu, _AGGREGATED, of) in known:
             found = known[gpu, _AGGREGATED, of]
-            return Bar(error=found, basis=f"{found.n} runs on {gpu} ({of}), models left out of the fit")
+            return Bar(error=found, basis=f"{found.n} runs on {gpu} ({_MEASURED[of]}), models left out of the fit")
     worst = max((bar for bar in known.values() if bar.metric == metric), key=lambda bar: bar.p90_frac)
     return Bar(error=worst, basis=f"no runs on {gpu}: the worst of other GPUs, {worst.n} runs on {worst.gpu}")
 
@@ -71,8 +73,13 @@ def _bar(gpu: str, metric: str) -> Bar:
 def _beyond(point: ServingPoint) -> list[str]:
     found: list[str] = []
     gpu, factors = point.gpu.name, load_factors()
-    if not any((gpu, _AGGREGATED, metric) in load_errors() for metric in ("tpot_s", "latency_s")):
+    compared = [metric for metric in _MEASURED if (gpu, _AGGREGATED, metric) in load_errors()]
+    if not compared:
         found.append(f"no serving runs on {gpu}")
+    elif compared == [_WHOLE]:
+        found.append(
+            f"only whole latencies were compared on {gpu}: their errors stand for those of first and further tokens"
+        )
     chosen = model_math.variant_of(point.shape, point.variant)
     if point.shape.moe is not None and (gpu, expert_kind(chosen)) not in factors.experts:
         found.append(f"no kernels of {expert_kind(chosen)} experts on {gpu}")

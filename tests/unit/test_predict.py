@@ -87,6 +87,9 @@ def test_a_prediction_says_what_it_rests_on() -> None:
     assert any("2 concurrency" in reason for reason in far.extrapolated)
     assert far.tpot.basis.startswith("no runs on L40S: the worst of other GPUs")
     assert far.tpot.error.p90_frac == max(bar.p90_frac for bar in load_errors().values() if bar.metric == "tpot_s")
+    whole = prediction(point(gpu=load_gpus()["A10G"], tp=8))
+    assert "(whole latencies)" in whole.ttft.basis
+    assert any("only whole latencies were compared on A10G" in reason for reason in whole.extrapolated)
     mxfp4 = prediction(point(gpu=load_gpus()["A100-80"], tp=4))
     assert "no kernels of mxfp4 experts on A100-80" in mxfp4.extrapolated
 
@@ -228,6 +231,9 @@ def test_the_command_says_the_same_for_people_and_machines(capsys: pytest.Captur
     assert run([*asked, "--input-tokens", "100"]) == 0
     shown = capsys.readouterr().out
     assert "(predicted)" in shown
+    assert "no high" not in shown
+    assert run([*asked[:3], "--gpu", "B200"]) == 0
+    assert "no high: errors there reach 100%" in capsys.readouterr().out
     assert "extrapolated: 100 input tokens, compared at 1000 to 8192" in shown
     assert run([*asked, "--input-tokens", "8192", "--output-tokens", "64", "--concurrency", "100"]) == 0
     assert "65 of 100 requests run at a time: the others wait" in capsys.readouterr().out
