@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from coral_core.catalog import catalog_names, find_config, load_catalog
+from coral_core.config.resolve import catalog_of
 from coral_core.domain.hardware import NodeConfig
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
@@ -89,13 +90,17 @@ def points_of_layer_times(
 
 
 def profiled_config(catalog: str, name: str) -> NodeConfig:
-    """The catalogue's node configuration; InputError says which other catalogue has it, or which there are."""
+    """The node configuration of a catalogue or scenario file (`catalog_of`); InputError says which catalogue has it, if any."""
     try:
-        return find_config(load_catalog(catalog), name)
+        return find_config(catalog_of(catalog), name)
     except InputError as error:
         others = [other for other in catalog_names() if other != catalog]
         having = [other for other in others if name in load_catalog(other).configs]
-        fix = f"--catalog {having[0]} has it" if having else f"{error.fix}; other catalogues: {', '.join(others)}"
+        fix = (
+            f"--catalog {having[0]} has it"
+            if having
+            else f"{error.fix}; other catalogues: {', '.join(others)}, or a scenario's file"
+        )
         raise InputError(error.what, where=error.where, fix=fix) from None
 
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 app = App(name="profile", help="Measured layer times, and the factors that estimates rest on.")
 app.command(run)
-_CATALOG = Annotated[str, Parameter(help="Catalogue that has the node configuration.")]
+_CATALOG = Annotated[
+    str, Parameter(help="Catalogue that has the node configuration, or a scenario's YAML file whose own_configs do.")
+]
 
 
 @app.command

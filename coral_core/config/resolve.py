@@ -22,6 +22,7 @@ from coral_core.config.scenario import (
     OwnConfig,
     Scenario,
     TraceSpec,
+    load_scenario,
 )
 from coral_core.config.spot import SpotMarket, spot_market, with_spot_twins
 from coral_core.domain.allocation import (
@@ -242,6 +243,14 @@ def demand_rows(model: ResolvedModel) -> list[DemandRow]:
             )
         )
     return rows
+
+
+def catalog_of(name: str) -> Catalog:
+    """The catalogue called `name`, or that of the scenario in the YAML file `name`, with what it has of its own."""
+    if Path(name).suffix not in {".yaml", ".yml"}:
+        return load_catalog(name)
+    scenario = load_scenario(name)
+    return _with_own_configs(load_catalog(scenario.catalog), scenario.own_configs)
 
 
 def _with_own_configs(catalog: Catalog, own: Mapping[str, OwnConfig]) -> Catalog:

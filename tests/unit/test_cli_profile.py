@@ -134,13 +134,40 @@ def test_a_configuration_of_another_catalogue_is_told_from_one_of_none(
     assert run([*asked, "--source", "x", "--config", "local-large", *url]) == 2
     assert "in catalogue aws-real 'local-large' (--catalog local has it)" in capsys.readouterr().err
     assert run([*asked, "--source", "x", "--config", "mine", *url]) == 2
-    assert "other catalogues: paper-core, paper-extended, local)" in capsys.readouterr().err
+    assert "other catalogues: paper-core, paper-extended, local, or a scenario's file)" in capsys.readouterr().err
     assert run([*asked, "--source", "x", "--config", "local-large", "--catalog", "local", *url, "--json"]) == 0
     key = json.loads(capsys.readouterr().out)["key"]
     assert run(["profile", "compare", key, *url]) == 2
     assert "--catalog local has it" in capsys.readouterr().err
     assert run(["profile", "compare", key, "--catalog", "local", *url]) == 0
     assert "1 estimated" in capsys.readouterr().out
+
+
+def test_a_scenario_lends_its_own_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, store, scenario = tmp_path / "times.csv", tmp_path / "store", tmp_path / "mine.yaml"
+    own = {"gpu": "L40S", "gpu_count": 1, "nic_gbit_per_s": 10, "source": "our rack", "as_of": "2026-11-01"}
+    model = {"model": "phi-4", "requests_per_s": 1, "slo": {"ttft_s": 1, "tpot_s": 0.1}}
+    model["lengths"] = {"mean_input_tokens": 100, "mean_output_tokens": 100}
+    document = {
+        "name": "mine",
+        "description": "d",
+        "catalog": "paper-core",
+        "regions": ["us-east-2"],
+        "models": [model],
+    }
+    rack = {"rack": {**own, "price_usd_per_h": {"us-east-2": 1.0}}}
+    scenario.write_text(json.dumps({**document, "own_configs": rack}), encoding="utf-8")
+    file.write_text("phase,tp,requests,tokens,layer_ms\ndecode,1,1,64,9\n", encoding="utf-8")
+    asked = ["profile", "import", str(file), "--model", "phi-4", "--engine", "vllm", "--version", "1", "--source", "x"]
+    url = ["--store", f"file://{store}"]
+    assert run([*asked, "--config", "rack", *url]) == 2
+    assert "or a scenario's file" in capsys.readouterr().err
+    assert run([*asked, "--config", "rack", "--catalog", str(scenario), *url, "--json"]) == 0
+    key = json.loads(capsys.readouterr().out)["key"]
+    assert key.startswith("profiles/phi-4/rack/")
+    assert run(["profile", "compare", key, "--catalog", str(scenario), *url]) == 0
+    assert run([*asked, "--config", "racks", "--catalog", str(scenario), *url]) == 2
+    assert "did you mean rack" in capsys.readouterr().err
 
 
 def test_a_comparison_says_what_it_rests_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
