@@ -40,7 +40,7 @@ def kept_times(store: Store, key: ProfileKey, shots: Iterable[Shot]) -> dict[Sho
     for shot in shots:
         document = documents.get(shot.name)
         if document is not None:
-            found[shot] = ShotTimes(shot=shot, samples_s=tuple(map(float, document["samples_s"])))
+            found[shot] = ShotTimes(shot=shot, samples_s=tuple(document["samples_s"]))
     return found
 
 
@@ -75,9 +75,14 @@ def _stem(key: str, ending: str) -> str:
 
 def _read(store: Store, key: str) -> dict[str, Any]:
     try:
-        return dict(json.loads(store.get(key)))
-    except (ValueError, TypeError) as error:
+        document = dict(json.loads(store.get(key)))
+        if f"/{_STEPS}/{_START}" in key:
+            EngineStart(**document)
+        else:
+            document["samples_s"] = [float(value) for value in document["samples_s"]]
+    except (ValueError, TypeError, KeyError) as error:
         raise StoreError(f"is no measured step: {error}", where=store.url_of(key), fix="delete it") from None
+    return document
 
 
 def _write(store: Store, key: ProfileKey, name: str, document: dict[str, Any], at: datetime) -> None:

@@ -6,7 +6,7 @@ import http.client
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
@@ -165,10 +165,22 @@ class Measurement:
 
 
 def begun(subject: Subject, store: Store, *, fresh: bool = False) -> Measurement:
-    """What earlier runs have measured since the newest profile; nothing where all is to be measured afresh."""
-    found = Measurement(subject=subject)
+    """What earlier runs have measured since the newest profile, as far as it is what this sweep would keep.
+
+    Times with fewer samples or more noise than it allows count as missing, as do those that contradict each other: to
+    run again measures them again. Nothing is kept where all is to be measured afresh.
+    """
+    found, sweep = Measurement(subject=subject), subject.sweep
     if not fresh:
-        found.times = kept_times(store, subject.key, subject.shots)
+        kept = kept_times(store, subject.key, subject.shots)
+        found.times = {
+            shot: times
+            for shot, times in kept.items()
+            if len(times.samples_s) >= sweep.samples and not noise(times, sweep.max_cv_frac)
+        }
+        whole = [shot for shot in found.doubtful if replace(shot, layers=subject.depths[0]) in found.times]
+        for shot in whole:
+            del found.times[shot]
         found.starts = {(one.tp, one.layers): one for one in kept_starts(store, subject.key)}
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -115,6 +116,52 @@ def test_all_noise_makes_no_profile(store, clock):
     assert newest_profile(store, KEY.model, KEY.config, KEY.engine_name) is None
 
 
+def test_kept_times_that_the_sweep_would_not_keep_are_measured_again(store, clock):
+    loose = replace(SWEEP, max_cv_frac=1.0)
+    engines = ClosedFormEngines(noisy={a_shot(): 1})  # within the looser bound
+    work = measuring(store, clock, engines)
+    work.measurement.subject = subject(loose)
+    work.run()
+    assert begun(subject(loose), store).missing == {}
+    assert begun(subject(), store).missing == {(1, 2): [a_shot()]}
+    more = replace(loose, samples=loose.samples + 1)
+    assert begun(subject(more), store).missing == {(1, depth): more.shots(1, depth) for depth in (2, 4)}
+
+
+def test_what_made_no_profile_is_measured_again(store, clock):
+    """A layer's time that comes out below 0, whatever is tried: to run again on a quiet node must not end the same."""
+
+    class Flat(ClosedFormEngines):
+        def measure(self, shot, samples, *, within_s):
+            found = super().measure(shot, samples, within_s=within_s)
+            return tuple(value / (4 if shot.layers == 4 else 1) for value in found)
+
+    work = measuring(store, clock, Flat())
+    work.run()
+    with pytest.raises(MeasurementError, match="no kind of step was clean"):
+        publish(work.measurement, store, now=clock.now(), source="a test")
+    again = measuring(store, clock, ClosedFormEngines())
+    assert sum(map(len, again.measurement.missing.values())) == 12  # without which no node would be started
+    again.run()
+    assert len(publish(again.measurement, store, now=clock.now(), source="a test").profile.points) == 6
+
+
+@pytest.mark.parametrize("text", ["{}", '{"samples_s": 3}', '{"samples_s": ["x"]}', "[]", '{"samples_s": null}'])
+def test_a_record_without_samples_is_named(store, clock, text):
+    measuring(store, clock, ClosedFormEngines()).run()
+    key = next(key for key in store.list_keys("profiles") if "/steps/tp1" in key)
+    store.put(key, text.encode())
+    with pytest.raises(StoreError, match=r"is no measured step.*delete it"):
+        begun(subject(), store)
+
+
+def test_samples_that_are_no_times_count_as_missing(store, clock):
+    measuring(store, clock, ClosedFormEngines()).run()
+    key = next(key for key in store.list_keys("profiles") if f"/steps/{a_shot().name}/" in key)
+    store.put(key, b'{"samples_s": [NaN, 1, 1, 1, 1]}')
+    assert begun(subject(), store).missing == {(1, 2): [a_shot()]}
+
+
 def test_time_that_is_up_ends_a_run_and_keeps_what_it_has(store, clock):
     class Slow(ClosedFormEngines):
         def measure(self, shot, samples, *, within_s):
@@ -183,7 +230,5 @@ def test_a_damaged_record_is_named(store, clock):
 
 def test_other_flags_are_another_measurement(store, clock):
     measuring(store, clock, ClosedFormEngines()).run()
-    from dataclasses import replace
-
     other = replace(subject(), key=replace(KEY, flags=("--dtype", "bfloat16")))
     assert begun(other, store).times == {}
