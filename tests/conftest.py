@@ -25,9 +25,12 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # An own server with an own database, and time for it to start on a busy machine (Prefect's 20 s are too few).
+    # An own server with an own database, and time for it to start and to answer on a busy machine.
     "PREFECT_HOME": str(SCRATCH / "prefect"),
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "240",
+    "PREFECT_API_REQUEST_TIMEOUT": "240",
+    "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
+    "PREFECT_SERVER_DATABASE_CONNECTION_TIMEOUT": "60",
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     # Ray on loopback only (the name misleads: it works on Linux too), no token file in the home folder.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

@@ -208,7 +208,7 @@ def ec2():
         for name, value in server.environment.items():
             patch.setenv(name, value)
         client = boto3.client("ec2", region_name="us-west-2")
-        yield server, (client, Boto3Api(read_timeout_s=60.0), Boto3Api(read_timeout_s=2.0))
+        yield server, (client, Boto3Api(read_timeout_s=30.0), Boto3Api(read_timeout_s=2.0))
         client.close()
 
 

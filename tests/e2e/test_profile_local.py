@@ -81,7 +81,7 @@ def profiled(tmp_path_factory, engine_python):
     }
     document = {"device": "cpu", "step_timeout_s": 120, "models": {"tiny-chat": {"fp32": engine}}}
     (folder / "engine.yaml").write_text(yaml.safe_dump(document))
-    with pytest.MonkeyPatch.context() as patch, prefect_test_harness(server_startup_timeout=180):
+    with pytest.MonkeyPatch.context() as patch, prefect_test_harness(server_startup_timeout=300):
         patch.setenv("CORAL_ENGINE_PYTHON", str(engine_python))
         patch.setenv("CORAL_LOCAL", str(folder / "local"))
         patch.setenv("CORAL_LOCAL_FIRST_PORT", "26000")

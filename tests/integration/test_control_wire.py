@@ -121,6 +121,7 @@ class Attended:
 
 
 def keys_in(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
     server, agent = new_pair(), new_pair()
     write_private(folder / "coordinator.keys", KeyPair(public=server[0], secret=server[1]))
     write_private(folder / "agent.keys", KeyPair(public=agent[0], secret=agent[1], server=server[0]))
@@ -382,7 +383,10 @@ def test_an_address_that_is_taken_and_a_damaged_state_are_told(tmp_path):
     async def go():
         async with control(tmp_path) as case:
             port = int(case.endpoint.rpartition(":")[2])
+            keys_in(tmp_path / "other")
             with pytest.raises(ServingError, match="cannot listen"):
+                await begin(replace(case, folder=tmp_path / "other"), port)
+            with pytest.raises(ServingError, match="another coordinator runs here"):
                 await begin(case, port)
             case.stop.set()
             await case.task

@@ -52,7 +52,7 @@ def prefect():
     from prefect.settings import get_current_settings
     from prefect.testing.utilities import prefect_test_harness
 
-    with prefect_test_harness(server_startup_timeout=180):
+    with prefect_test_harness(server_startup_timeout=300):
         yield get_current_settings().api.url
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)

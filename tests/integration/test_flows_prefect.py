@@ -39,7 +39,7 @@ def server():
 
     # Else the first flow run does it, in the middle of a test, whose `caplog` then hears nothing more.
     setup_logging()
-    with prefect_test_harness(server_startup_timeout=180):
+    with prefect_test_harness(server_startup_timeout=300):
         yield get_current_settings().api.url
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)

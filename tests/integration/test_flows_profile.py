@@ -118,7 +118,7 @@ class Machines(threading.Thread):
 def prefect():
     from prefect.testing.utilities import prefect_test_harness
 
-    with prefect_test_harness(server_startup_timeout=180):
+    with prefect_test_harness(server_startup_timeout=300):
         yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)

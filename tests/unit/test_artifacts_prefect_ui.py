@@ -185,7 +185,7 @@ def show():
     with ProgressReporter("coral-progress", total=4) as progress:
         progress.update(3)
 
-with prefect_test_harness(server_startup_timeout=180):
+with prefect_test_harness(server_startup_timeout=300):
     show()
     print(json.dumps({key: Artifact.get(f"coral-{key}").data for key in ("table", "text", "link", "progress")}))
 """
