@@ -444,8 +444,7 @@ def test_of_two_runs_at_once_one_acts_and_the_other_says_why_not(nursery, store,
         nursery.begin(params, cwd=tmp_path, hang_at=1)
     loser = nursery.ended()
     (tmp_path / AWAKE).touch()  # the other has come by
-    winner = nursery.ended()
-    assert (winner["name"], loser["name"]) == ("Completed", "LeaseHeld")
+    assert (nursery.ended()["name"], loser["name"]) == ("Completed", "LeaseHeld")
     assert re.search(r"being changed by flow run reallocate-rate-3 at .* \(process \d+\) since", loser["message"])
     monkeypatch.chdir(tmp_path)
     assert truth(store) == wish(store)
