@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from coral_core.cli.options import AsJson, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
-from coral_core.cli.report_file import ReportPath, check_report, write_report
+from coral_core.cli.report_file import ReportPath, check_report, write_file, write_report
 from coral_core.cli.work import open_configured_store
 from coral_core.errors import DataGapError, InputError
 
@@ -71,7 +71,7 @@ def ledger(
         time = SystemClock().now().isoformat(timespec="seconds")
         write_report(report, page_or_none(lambda: ledger_page(document, time=time)))
     if markdown is not None:
-        markdown.write_text(ledger_markdown(document), encoding="utf-8")
+        write_file(markdown, ledger_markdown(document))
         print_note(f"written to {markdown}")
     if as_json:
         print_json(document)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ from coral_core.cli.ledger import DataFolder
 from coral_core.cli.options import AsJson, StoreUrl, WholeNumber
 from coral_core.cli.output import print_json, print_note, print_table, print_text
 from coral_core.cli.profile_run import run
+from coral_core.cli.report_file import write_file
 from coral_core.cli.work import open_configured_store
 from coral_core.errors import InputError, StoreError
 
@@ -46,7 +48,7 @@ def fit(
     rows = changes(tables)
     for name, text in tables.items() if out is not None else ():
         assert out is not None
-        (out / name).write_text(text, encoding="utf-8")
+        write_file(out / name, text)
         print_note(f"written to {out / name}")
     if as_json:
         print_json({"factors": rows, "tables": tables})
@@ -109,6 +111,8 @@ def import_profile(
             raise InputError(
                 "is a layer time table", where=file.name, fix="say whose rows count: --rows-of, --node and --context"
             )
+        if not 0 < context < math.inf:
+            raise InputError(f"is {context!r}, must be a number above 0", where="--context")
         points, lines = points_of_layer_times(file, model=rows_of, node=node, tp=tp, context_tokens=context)
     else:
         points, lines = read_points(file)
@@ -173,7 +177,7 @@ def show(
             raise InputError("cannot be written", where=str(chart), fix="name a file in a folder that exists")
         from tasks.profile_chart import profile_chart
 
-        chart.write_text(profile_chart(profile), encoding="utf-8")
+        write_file(chart, profile_chart(profile))
         print_note(f"chart -> {chart}")
     rows = [{**asdict(point), "phase": point.phase.value} for point in profile.points]
     if as_json:

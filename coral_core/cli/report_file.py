@@ -31,10 +31,14 @@ def check_report(path: Path | None) -> None:
 
 def write_report(path: Path | None, page: str | None) -> None:
     """Write the page where one was asked for. Raises InputError where the file cannot be written."""
-    if path is None or page is None:
-        return
+    if path is not None and page is not None:
+        write_file(path, page)
+        print_note(f"report -> {path}")
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a text for people. Raises InputError where the file cannot be written."""
     try:
-        path.write_text(page, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot be written: {error.strerror}", where=str(path), fix="name another file") from error
-    print_note(f"report -> {path}")

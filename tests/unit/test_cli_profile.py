@@ -115,6 +115,8 @@ def test_layer_time_tables_are_taken_with_what_they_do_not_say(
     assert imported(file, store) == 2
     assert "say whose rows count: --rows-of, --node and --context" in capsys.readouterr().err
     whose = ["--rows-of", "m", "--node", "l4", "--context", "800"]
+    assert imported(file, store, *whose[:-1], "nan") == 2
+    assert "--context: is nan, must be a number above 0" in capsys.readouterr().err
     assert imported(file, store, *whose, "--json") == 0
     assert json.loads(capsys.readouterr().out)["points"] == 2
     assert imported(file, store, *whose[:3], "l9", *whose[4:]) == 4
@@ -274,6 +276,9 @@ def test_what_would_be_of_no_use_or_cannot_be_written_is_refused(
     url = ["--store", f"file://{store}"]
     assert run(["profile", "show", key, *url, "--chart", str(tmp_path / "none" / "x.svg")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+    for command in (["profile", "show", key, "--chart"], ["ledger", "--profiles", "--markdown"]):
+        assert run([*command, "/dev/full", *url]) == 2  # a disk without room, once the long work is done
+        assert "/dev/full: cannot be written: No space left on device" in capsys.readouterr().err
     assert run(["ledger", "--profiles", "--store", f"file://{tmp_path / 'empty'}", "--json"]) == 4
     assert "there is nothing to compare" in capsys.readouterr().err
     assert run(["ledger", "--profiles", "--store", f"file://{store}", "--markdown", str(tmp_path)]) == 2
