@@ -25,6 +25,10 @@ COLUMNS: Final = (
     *("ttft_s", "tpot_s"),
 )
 
+SMALLEST: Final = 1e-9
+LARGEST: Final = 1e9
+"""No time, length or number of clients of a run lies beyond these."""
+
 
 def own_runs(file: Path, *, engine: str) -> tuple[list[Compared], dict[str, int]]:
     """TTFT and TPOT of a CSV's runs against predictions, and how many runs have none for which reason.
@@ -121,8 +125,8 @@ def _number(row: dict[str, str], column: str, where: str) -> float:
         value = float(row[column])
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise InputError(f"{column} is {row[column]!r}, must be a number above 0", where=where)
+    if not SMALLEST <= value <= LARGEST:
+        raise InputError(f"{column} is {row[column]!r}, must be a number from {SMALLEST:g} to {LARGEST:g}", where=where)
     return value
 
 

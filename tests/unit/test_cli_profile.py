@@ -236,6 +236,10 @@ def test_own_measurements_have_a_ledger_of_their_own(tmp_path: Path, capsys: pyt
         ("a,b\n", "runs.csv:1: columns are a,b"),
         (f"{header}x\n", "runs.csv:2: 1 cells, 9 are due"),
         (f"{header}gpt-oss-120b,,H100,2,1024,1024,16,nan,0.008\n", "runs.csv:2: ttft_s is 'nan'"),
+        (
+            f"{header}gpt-oss-120b,,H100,2,1024,1024,16,1,1e-320\n",
+            "runs.csv:2: tpot_s is '1e-320', must be a number from",
+        ),
         (f"{header}nobody,,H100,2,1024,1024,16,1,0.008\n", "runs.csv:2: unknown model 'nobody'"),
         (f"{header}gpt-oss-120b,,H100,3,1024,1024,16,1,0.008\n", "runs.csv:2.tp: gpt-oss-120b cannot be split"),
     ):
