@@ -28,7 +28,7 @@ from flows.parameters import EvaluateParameters, artifact_key
 from tasks.evaluate import Evaluation
 from tasks.evaluate import evaluate as evaluated
 from tasks.executor import InlineExecutor
-from tasks.replay import TemplateSource, fresh_library, needed_methods, with_method
+from tasks.template_source import TemplateSource, fresh_library, needed_methods, with_method
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{params.scenario_name}")

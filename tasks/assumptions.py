@@ -26,7 +26,8 @@ from coral_core.config.resolve import ResolvedScenario, allocation_problem, reso
 from coral_core.config.scenario import Ample, CapacitySpec, Scenario
 from coral_core.domain.allocation import AllocationProblem
 from coral_core.errors import CoralError, InputError, unknown_name
-from tasks.replay import TemplateSource, needed_methods, plan_epochs, with_method
+from tasks.policy_plans import plan_epochs
+from tasks.template_source import TemplateSource, needed_methods, with_method
 
 POLICIES: Final = ("coral", "coral_paper", "homo_joint", "homo", "cauchy")
 SUBJECT: Final = "coral"

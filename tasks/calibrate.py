@@ -41,7 +41,8 @@ from tasks.executor import Executor
 from tasks.library import build_library, build_spec_from_scenario, capacity_tables
 from tasks.plan import selected_templates
 from tasks.plan_documents import selections
-from tasks.replay import PolicyPlans, Replay, fleet_of, plan_epochs, replay
+from tasks.policy_plans import PolicyPlans, plan_epochs
+from tasks.replay import Replay, fleet_of, replay
 from tasks.template_source import TemplateSource, policy_method, with_method
 
 TARGET_FRAC: Final = 0.995

@@ -25,17 +25,9 @@ from coral_core.report.published import PUBLISHED, SOURCE
 from coral_core.sim import Latencies, ModelMetrics, Routing
 from tasks.error_bars import cost_comparison, cost_parts, serves_alike
 from tasks.evaluation_facts import evaluation_facts, latency_rows
-from tasks.replay import (
-    PolicyPlans,
-    Replay,
-    TemplateSource,
-    fleet_of,
-    instance_counts,
-    plan_epochs,
-    replay,
-    template_prices,
-    why_not_simulated,
-)
+from tasks.policy_plans import PolicyPlans, instance_counts, plan_epochs, template_prices
+from tasks.replay import Replay, fleet_of, replay, why_not_simulated
+from tasks.template_source import TemplateSource
 
 SCHEMA_VERSION: Final = 1
 SUBJECTS: Final = ("coral", "coral_paper")

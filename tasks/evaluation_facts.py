@@ -10,7 +10,8 @@ from coral_core.config.resolve import node_prices
 from coral_core.domain.hardware import Market, split_market
 from coral_core.sim.metrics import CURVE_FRACS
 from tasks.plan_documents import manifest_sha256
-from tasks.replay import Replay, TemplateSource
+from tasks.replay import Replay
+from tasks.template_source import TemplateSource
 
 Row = dict[str, Any]
 LATENCIES: Final = ("ttft", "tpot")

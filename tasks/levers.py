@@ -54,7 +54,8 @@ from coral_core.units import GIB
 from tasks.library import build_spec_from_scenario, capacity_tables
 from tasks.plan import scenario_templates, selected_rows
 from tasks.plan_documents import selections
-from tasks.replay import PolicyPlans, Replay, fleet_of, instance_counts, plan_epochs, replay, why_not_simulated
+from tasks.policy_plans import PolicyPlans, instance_counts, plan_epochs
+from tasks.replay import Replay, fleet_of, replay, why_not_simulated
 from tasks.template_source import TemplateSource
 
 SCHEMA_VERSION: Final = 1

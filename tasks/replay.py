@@ -1,8 +1,6 @@
-"""A policy through a scenario's epochs: plan each, keep the fleet going, and simulate the scenario's requests on it.
+"""A policy through a scenario's epochs: the fleet of its plans (`tasks.policy_plans`), and the scenario's requests on it.
 
-Each epoch is planned on its own supply, with the fleet of the epoch before as what runs: its nodes on demand stay ours
-when the market has fewer, and it is kept where a change would cost more service than it brings. The first epoch's fleet is ready
-when the first request arrives; later ones boot while what they replace still serves (`coral_core.sim.timeline`). The
+The first epoch's fleet is ready when the first request arrives; later ones boot while what they replace still serves (`coral_core.sim.timeline`). The
 gateway refuses a request that would get its first token too late for the wait before it, or that comes while decode is
 behind (`coral_core.routing.admission`): where capacity is short, a queue of requests that are all late serves nobody. KV
 is streamed to decode while prefill computes, as capacities assume. Plans and their costs are predicted, what becomes of
@@ -13,30 +11,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from coral_core.allocation.policies import Policy
-from coral_core.allocation.transition import holding_what_runs, solve_from_running
-from coral_core.allocation.warm_up import warm_up
 from coral_core.config.requests import request_traces
-from coral_core.config.resolve import (
-    ResolvedModel,
-    ResolvedScenario,
-    allocation_problem,
-    node_prices,
-    problem_templates,
-)
-from coral_core.config.scenario import LibraryMethod
-from coral_core.domain.allocation import AllocationResult, Running
+from coral_core.config.resolve import ResolvedModel, ResolvedScenario
 from coral_core.domain.capacity import CapacityTable
-from coral_core.domain.hardware import split_market
-from coral_core.domain.templates import ServingTemplate
 from coral_core.domain.workload import Phase, Slo
 from coral_core.errors import DataGapError, InputError, NoSolutionError
 from coral_core.perf.factors import load_factors
@@ -61,117 +43,10 @@ from coral_core.sim.profiled import ProfiledTiming, profiled_timings
 from coral_core.sim.timeline import Key, Timeline, timeline
 from tasks.interruptions import interruptions
 from tasks.library import BuildSpec, build_spec_from_scenario, capacity_tables
-from tasks.plan import templates_by_id
-from tasks.template_source import (
-    TemplateSource,
-    fresh_library,
-    needed_methods,
-    policy_method,
-    scaled_columns,
-    with_method,
-)
-
-__all__ = [
-    "EpochPlan",
-    "Fleet",
-    "InstanceCounts",
-    "PolicyPlans",
-    "Replay",
-    "TemplateSource",
-    "fleet_of",
-    "fresh_library",
-    "instance_counts",
-    "latest_good_finish_s",
-    "needed_methods",
-    "plan_epochs",
-    "policy_method",
-    "replay",
-    "scaled_columns",
-    "scenario_requests",
-    "template_nodes",
-    "template_prices",
-    "why_not_simulated",
-    "with_method",
-]
-
-ANY_REGION: Final = frozenset({"coral_paper"})
-"""Policies whose prefill and decode may lie in different regions; their KV then crosses at no extra delay."""
-
+from tasks.policy_plans import PolicyPlans, template_nodes, template_prices
+from tasks.template_source import with_method
 
 Timings = Mapping[tuple[Phase, str, int], ProfiledTiming]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochPlan:
-    """One epoch's plan and the wall time it took to find."""
-
-    result: AllocationResult
-    solve_s: float
-
-    @property
-    def counts(self) -> dict[Key, int]:
-        """Instances by (template, region)."""
-        return {(item.template, item.region): item.count for item in self.result.instances}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyPlans:
-    """A policy's plans for all epochs; `method` made the templates.
-
-    `supply` (epochs, R, C) is what it may hold: the market's, which is the same for all policies, and at least the nodes that
-    it ran on demand in the epoch before.
-    """
-
-    policy: str
-    method: LibraryMethod
-    epochs: tuple[EpochPlan, ...]
-    templates: Mapping[str, ServingTemplate]
-    supply: NDArray[np.int64]
-
-    @property
-    def pd_same_region(self) -> bool:
-        """Whether its decode must lie where its prefill does, if the scenario asks for that."""
-        return self.policy not in ANY_REGION
-
-
-def plan_epochs(
-    source: TemplateSource, policy: Policy, *, utilization: Mapping[Phase, float] | None = None
-) -> PolicyPlans:
-    """The policy's plan for each epoch. `utilization` replaces the scenario's `max_utilization_frac` of the phases named.
-
-    Throughput is proportional to that fraction, so the library holds for any.
-    """
-    resolved = source.resolved
-    method = policy_method(resolved, policy)
-    columns = scaled_columns(source.columns[method], utilization or {}, resolved.scenario.capacity)
-    supply = source.supply_at(utilization) if utilization else source.supply
-    running: tuple[Running, ...] = ()
-    known = set(problem_templates(resolved, columns).ids)
-    epochs: list[EpochPlan] = []
-    held: list[NDArray[np.int64]] = []
-    for available in supply:
-        problem = allocation_problem(resolved, columns, running, available=available)
-        if policy.name in ANY_REGION:
-            problem = replace(problem, options=replace(problem.options, pd_same_region=False))
-        warm_up(policy, problem)
-        problem = holding_what_runs(problem)
-        started_s = time.perf_counter()
-        result = solve_from_running(problem, policy.solve)
-        held.append(problem.available)
-        epochs.append(EpochPlan(result=result, solve_s=time.perf_counter() - started_s))
-        running = tuple(
-            Running(template=item.template, region=item.region, count=item.count)
-            for item in result.instances
-            if item.template in known
-        )
-    chosen = sorted({item.template for epoch in epochs for item in epoch.result.instances})
-    return PolicyPlans(
-        policy=policy.name,
-        method=method,
-        epochs=tuple(epochs),
-        templates=templates_by_id(source.rows[method], chosen),
-        supply=np.array(held),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +134,9 @@ def fleet_of(resolved: ResolvedScenario, plans: PolicyPlans, *, tables: Sequence
         table = made_from[template.model, template.variant, template.phase]
         try:
             instance = sim_instance(name, template, table, served[template.model, template.variant], configs)
+            if name in plans.vllm_chains:
+                depth = sum(stage.nodes[0].timing.depth for stage in instance.stages)
+                instance = replace(instance, micro_batches=depth, balanced_steps=False)
             usable[name] = replace(instance, template=name)  # the plan's name, which tells the markets apart
         except (NoSolutionError, DataGapError) as error:
             dropped.append(f"instances of {name} cannot serve: {error}")
@@ -315,32 +193,6 @@ def _without_decode(
     keys = {key for plan in counts for key in plan}
     decodes = {place(key) for key in keys if usable[key[0]].phase is Phase.DECODE}
     return {key for key in keys if usable[key[0]].phase is Phase.PREFILL and place(key) not in decodes}
-
-
-def template_nodes(resolved: ResolvedScenario, plans: PolicyPlans) -> dict[str, NDArray[np.int64]]:
-    """(offers,) nodes by template, in the order of the scenario's offers."""
-    offers = [split_market(name) for name in resolved.offers]
-    return {
-        name: np.array(
-            [
-                template.placement.combination.get(config, 0) if market is split_market(name)[1] else 0
-                for config, market in offers
-            ],
-            dtype=np.int64,
-        )
-        for name, template in plans.templates.items()
-    }
-
-
-def template_prices(resolved: ResolvedScenario, plans: PolicyPlans) -> dict[Key, float]:
-    """USD/h of one instance by (template, region), of those planned."""
-    prices = np.nan_to_num(node_prices(resolved))
-    nodes = template_nodes(resolved, plans)
-    keys = {key for epoch in plans.epochs for key in epoch.counts if key[0] in nodes}
-    return {
-        (template, region): float(nodes[template] @ prices[resolved.scenario.regions.index(region)])
-        for template, region in keys
-    }
 
 
 def scenario_requests(resolved: ResolvedScenario, *, seed: int) -> SimRequests:
@@ -425,26 +277,3 @@ def _billed_usd_per_h(
     usd_per_h = np.array([prices[key_of[name]] for name in outcome.instances])
     billed = outcome.fleet.paid_s[:count] @ usd_per_h / duration_s
     return tuple(float(value) for value in billed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceCounts:
-    """Instances of a plan, how many of them mix configurations, and their nodes; None where a template is not a library's."""
-
-    instances: int
-    mixed_instances: int | None
-    nodes: int | None
-
-
-def instance_counts(plans: PolicyPlans, epoch: int) -> InstanceCounts:
-    """The counts of an epoch's plan."""
-    counts: Counter[str] = Counter()
-    for (template, _), count in plans.epochs[epoch].counts.items():
-        counts[template] += count
-    known = {name: plans.templates[name].placement.combination for name in counts if name in plans.templates}
-    whole = len(known) == len(counts)
-    return InstanceCounts(
-        instances=sum(counts.values()),
-        mixed_instances=sum(counts[name] for name in known if len(known[name]) > 1) if whole else None,
-        nodes=sum(counts[name] * sum(nodes.values()) for name, nodes in known.items()) if whole else None,
-    )

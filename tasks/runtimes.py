@@ -64,6 +64,14 @@ class Scope:
         return self.rows.filter(pa.array(self.mask(self.allowed)))
 
     @property
+    def on_vllm(self) -> frozenset[str]:
+        """The templates that are launched on vLLM where its nodes have what the plan may rely on; none where any template may be used."""
+        if self.allowed is None or Runtime.VLLM not in self.allowed:
+            return frozenset()
+        own = runs_on(self.found, Runtime.VLLM) & ~(self.passes_kv & (Runtime.CORAL in self.allowed))
+        return frozenset(self.rows.filter(pa.array(own))["template_id"].to_pylist())
+
+    @property
     def left_out(self) -> set[tuple[str, Phase]]:
         """Models and phases that have templates, none of which the plan may use."""
         pairs = [

@@ -19,10 +19,12 @@ from coral_core.config.resolve import ResolvedScenario, available_nodes
 from coral_core.config.scenario import CapacitySpec, LibraryMethod, RandomWalk
 from coral_core.domain.allocation import TemplateColumns
 from coral_core.domain.workload import Phase
+from coral_core.engine.runnable import ModelFacts
 from coral_core.errors import InputError
 from tasks.executor import Executor
 from tasks.library import BuildProgress, build_library, build_spec_from_scenario
 from tasks.plan import scenario_templates, stale_inputs
+from tasks.runtimes import scope_of
 
 FREE_SPLIT: Final = "lattice-free"
 PUBLISHED_SPLIT: Final = "lattice"
@@ -76,7 +78,10 @@ def fresh_library(
 
 
 class TemplateSource:
-    """The libraries of one scenario, by method, read once each; and the supply that all policies share."""
+    """The libraries of one scenario, by method, read once each; and the supply that all policies share.
+
+    Where the scenario names runtimes, `rows` are those that one of them can run, as `scopes` say.
+    """
 
     def __init__(
         self,
@@ -89,10 +94,14 @@ class TemplateSource:
         self.resolved = resolved
         self.snapshots = dict(snapshots)
         names = [config.name for config in resolved.configs]
-        self.rows: dict[LibraryMethod, pa.Table] = {
-            method: scenario_templates(with_method(resolved, method), snapshot)
+        allowed = resolved.scenario.runtimes
+        facts = {model.shape.name: ModelFacts.of(model.shape) for model in resolved.models}
+        found = {
+            method: scenario_templates(with_method(resolved, method), snapshot, for_runtimes=allowed is not None)
             for method, snapshot in snapshots.items()
         } | dict(rows or {})
+        self.scopes = {} if allowed is None else {m: scope_of(rows, facts, allowed) for m, rows in found.items()}
+        self.rows: dict[LibraryMethod, pa.Table] = found | {m: scope.usable for m, scope in self.scopes.items()}
         self.columns = {method: template_columns(rows, names) for method, rows in self.rows.items()}
         self.supply = self.supply_at({})
 

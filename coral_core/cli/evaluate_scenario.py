@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from coral_core.allocation.policies import Policy
     from coral_core.domain.workload import Phase
     from tasks.evaluate import Evaluation
-    from tasks.replay import TemplateSource
+    from tasks.template_source import TemplateSource
 
 Scenario = Annotated[str, Parameter(help="A shipped scenario's name (`coral scenario list`) or a YAML file.")]
 Policies = Annotated[
@@ -61,7 +61,7 @@ def prepared(
     """The scenario's policies, and the libraries they plan from: built first where they are missing or stale."""
     from coral_core.config.policies import scenario_policies
     from tasks.library import build_spec_from_scenario
-    from tasks.replay import TemplateSource, fresh_library, needed_methods, with_method
+    from tasks.template_source import TemplateSource, fresh_library, needed_methods, with_method
 
     resolved = resolved_scenario(scenario)
     chosen = scenario_policies(resolved, list(dict.fromkeys(policies)) or None)

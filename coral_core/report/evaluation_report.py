@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coral_core.report.figures import figure, usd
-from coral_core.report.plan_report import PlanTable, ratio_bar_text
+from coral_core.report.plan_report import PlanTable, ratio_bar_text, restriction_text
 
 
 def evaluation_tables(document: Mapping[str, Any]) -> list[PlanTable]:
@@ -144,6 +144,12 @@ def evaluation_notes(document: Mapping[str, Any]) -> list[str]:
     if len(seeds) == 1:
         notes.append("one seed: no confidence interval")
     inputs = document["inputs"]
+    if inputs.get("runtimes"):
+        notes.append(f"only templates that {restriction_text(inputs['runtimes'])} can run are planned with")
+    else:
+        notes.append(
+            "templates are planned with whether a runtime can run them or not: the scenario names no `runtimes`"
+        )
     if all(isinstance(model["lengths"], Mapping) and "trace" in model["lengths"] for model in inputs["models"]):
         notes.append("all requests are of traces: seeds change nothing, and intervals over them say nothing")
     duration_s, startup_s = inputs["epochs"]["duration_s"], inputs["allocation"]["startup_s"]

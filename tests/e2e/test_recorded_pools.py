@@ -14,7 +14,7 @@ from coral_core.cli.work import resolved_scenario
 from coral_core.domain.allocation import Pool
 from tasks.executor import InlineExecutor
 from tasks.plan import make_plan, recorded_problem, replay_plan
-from tasks.replay import fresh_library
+from tasks.template_source import fresh_library
 
 
 def test_a_plan_with_a_shared_quota_is_recorded_and_replayed(tmp_path):

@@ -10,7 +10,7 @@ from coral_core.config.policies import scenario_policies
 from coral_core.config.resolve import ResolvedScenario, resolve_scenario
 from coral_core.config.scenario import Scenario, load_scenario
 from tasks.executor import InlineExecutor
-from tasks.replay import TemplateSource, fresh_library, needed_methods, with_method
+from tasks.template_source import TemplateSource, fresh_library, needed_methods, with_method
 
 MICRO_YAML = """
 name: micro

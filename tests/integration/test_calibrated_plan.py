@@ -9,7 +9,9 @@ from coral_core.config.policies import scenario_policies
 from coral_core.config.resolve import resolve_scenario
 from coral_core.config.scenario import CapacitySpec, load_scenario
 from tasks.executor import InlineExecutor
-from tasks.replay import TemplateSource, fresh_library, needed_methods, plan_epochs, replay
+from tasks.policy_plans import plan_epochs
+from tasks.replay import replay
+from tasks.template_source import TemplateSource, fresh_library, needed_methods
 
 GOAL_FRAC = 0.99
 

@@ -28,7 +28,7 @@ from tasks.levers import (
     lever_table,
     lever_text,
 )
-from tasks.replay import plan_epochs
+from tasks.policy_plans import plan_epochs
 from tasks.template_source import fresh_library
 from tests.fakes.evaluation_cases import micro, resolved
 

@@ -13,7 +13,8 @@ from coral_core.domain.hardware import Market, split_market
 from coral_core.sim import LifecycleEvent, LifecycleKind
 from tasks.evaluation_facts import evaluation_facts
 from tasks.interruptions import Interruptions, interruptions
-from tasks.replay import fleet_of, instance_counts, plan_epochs, replay, template_nodes, template_prices
+from tasks.policy_plans import instance_counts, plan_epochs, template_nodes, template_prices
+from tasks.replay import fleet_of, replay
 from tests.fakes.evaluation_cases import resolved, source_of
 
 LEVERS = (

@@ -16,7 +16,8 @@ from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
 from coral_core.perf.profile import Profile, ProfileKey, ProfilePoint
 from coral_core.sim.profiled import profiled_timing, profiled_timings
-from tasks.replay import fleet_of, plan_epochs, replay, why_not_simulated
+from tasks.policy_plans import plan_epochs
+from tasks.replay import fleet_of, replay, why_not_simulated
 from tests.fakes.evaluation_cases import resolved, source_of
 
 ENGINE = "vllm-0.32.0-bf16"

@@ -23,7 +23,7 @@ from coral_core.errors import NoSolutionError, StoreError
 from coral_core.report.evaluation_page import evaluation_html
 from coral_core.report.evaluation_report import evaluation_markdown, evaluation_notes, evaluation_tables
 from tasks.evaluate import KINDS, evaluate
-from tasks.replay import plan_epochs
+from tasks.policy_plans import plan_epochs
 from tests.fakes.evaluation_cases import micro, resolved, source_of
 from tests.fakes.html_page import faults
 

@@ -13,19 +13,16 @@ from coral_core.config.resolve import allocation_problem
 from coral_core.domain.workload import Phase, Slo
 from coral_core.errors import InputError
 from coral_core.sim import SimRequests
-from tasks.replay import (
-    fleet_of,
-    instance_counts,
-    latest_good_finish_s,
-    needed_methods,
-    plan_epochs,
-    policy_method,
-    replay,
-    template_prices,
-    with_method,
-)
+from tasks.policy_plans import instance_counts, plan_epochs, template_prices
+from tasks.replay import fleet_of, latest_good_finish_s, replay
+from tasks.template_source import needed_methods, policy_method, with_method
 from tests.fakes.evaluation_cases import resolved, source_of
 
+CHAINS = (
+    ("configs: [1xL40S, 1xL4, 1xA10G]", "configs: [1xL4]"),
+    ("requests_per_s: 4", "requests_per_s: 0.2\n    phases: [aggregated]"),
+    ("library: {", "library: {name: micro-chains, "),
+)
 STILL = ("count: 2", "count: 1")
 FALLING = ("epochs:", "availability: {kind: trace, file: supply.csv}\nepochs:")
 
@@ -217,3 +214,31 @@ def test_the_run_goes_on_as_long_as_a_request_can_be_in_time():
     slos = [Slo(ttft_s=1.0, tpot_s=0.1), Slo(ttft_s=2.0, tpot_s=0.5)]
     assert latest_good_finish_s(requests, slos, 10.0) == pytest.approx(5 + 1 + 10 + 1)
     assert latest_good_finish_s(requests, slos, 60.0) == pytest.approx(61)
+
+
+def test_only_what_the_scenarios_runtimes_can_run_is_planned_with(tmp_path):
+    """Stock vLLM hands no KV over between pipelines, and has one node in a stage."""
+    vllm = resolved(tmp_path, ("library: {", "runtimes: [vllm]\nlibrary: {name: micro-vllm, "))
+    for policy in scenario_policies(vllm).values():
+        plans = plan_epochs(source_of(vllm), policy)
+        assert plans.templates
+        assert {len(one.placement.stages) for one in plans.templates.values()} == {1}
+        assert {len(stage.nodes) for one in plans.templates.values() for stage in one.placement.stages} == {1}
+    free = resolved(tmp_path)
+    every, usable = (source_of(one).rows["lattice-free"].num_rows for one in (free, vllm))
+    assert usable < every
+
+
+@pytest.mark.parametrize(
+    ("runtimes", "by_vllm"), [("", False), ("runtimes: [coral]\n", False), ("runtimes: [vllm, coral]\n", True)]
+)
+def test_steps_of_a_pipeline_are_formed_as_its_runtime_forms_them(tmp_path, runtimes, by_vllm):
+    name = "library: {name: micro-chains" + "-".join(word for word in ("coral", "vllm") if word in runtimes)
+    scenario = resolved(tmp_path, *CHAINS, ("library: {name: micro-chains", runtimes + name))
+    plans = plan_epochs(source_of(scenario), scenario_policies(scenario, ["coral"])["coral"])
+    chains = [one for one in fleet_of(scenario, plans).timeline.instances if len(one.stages) > 1]
+    assert chains
+    assert {one.balanced_steps for one in chains} == {not by_vllm}
+    if by_vllm:
+        assert {one.micro_batches for one in chains} == {2}
+    assert replay(scenario, plans, seed=0).whole["*"].goodput_tokens_per_s > 0
