@@ -259,7 +259,8 @@ class LocalProvisioner:
             return NodeState.GONE if (path / PROCESS).exists() else NodeState.PENDING
         left = members(path)
         told_at = datetime.fromisoformat(read_document(path / STOPPED)["at"])
-        if left and self._clock.now() - told_at >= self._end_grace:
+        # A clock that was set back since would let it live on for as long.
+        if left and not timedelta(0) <= self._clock.now() - told_at < self._end_grace:
             end_all(path)
             left = members(path)
         return NodeState.ENDING if left else NodeState.GONE

@@ -266,6 +266,18 @@ def test_engines_that_do_not_end_with_their_agent_are_killed_after_the_grace(tmp
         assert not processes(nodes)
 
 
+def test_a_clock_that_is_set_back_spares_nobody(tmp_path):
+    deaf = ("/bin/sh", "-c", "trap '' TERM; while :; do sleep 600 & wait; done")
+    clock = ManualClock(start=datetime(2030, 1, 1, tzinfo=UTC))
+    with LocalNodes(tmp_path, argv=deaf, clock=clock, end_grace_s=30.0) as nodes:
+        node = start(nodes)
+        until(lambda: len(processes(nodes)) == 2)
+        nodes.stop(fleet_of(nodes), "here", [node])
+        clock.elapsed_s -= 3600.0
+        until(lambda: state(nodes) == [NodeState.GONE])
+        assert not processes(nodes)
+
+
 def test_a_process_that_has_another_title_keeps_its_mark(tmp_path):
     """Engines give themselves titles, which may overwrite the environment that marks them."""
     with LocalNodes(tmp_path, argv=("/bin/sh", "-c", "env; exec sleep 600")) as nodes:
