@@ -60,7 +60,9 @@ def error_bar_notes(coverage: Sequence[Mapping[str, Any]]) -> list[str]:
         if row["error_unknown_frac"] > _UNKNOWN_SHOWN
     ]
     if unknown:
-        notes.append(f"capacity whose error is not known, since nothing was measured on its GPUs: {', '.join(unknown)}")
+        notes.append(
+            f"capacity whose error is not known, since nothing was measured on its GPUs or its profile states no variation: {', '.join(unknown)}"
+        )
     return notes
 
 

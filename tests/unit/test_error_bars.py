@@ -47,7 +47,9 @@ def test_notes_tell_what_the_slow_end_would_leave_unmet() -> None:
     assert "would not meet m decode 20% of the demand" in short
     assert "`capacity.pessimistic: true`" in short
     [unknown] = error_bar_notes([blind])
-    assert unknown == ("capacity whose error is not known, since nothing was measured on its GPUs: m decode 100%")
+    assert unknown == (
+        "capacity whose error is not known, since nothing was measured on its GPUs or its profile states no variation: m decode 100%"
+    )
     # What is short without error bars is said elsewhere.
     assert error_bar_notes([row([(90.0, 0.25)], 100.0)]) == []
 
