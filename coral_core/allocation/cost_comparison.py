@@ -47,7 +47,7 @@ class CostPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostComparison:
-    """Another plan's cost over ours, a pure number; the bounds are None where an error that matters is not known, all three where ours is 0."""
+    """Another plan's cost over ours, a pure number; the bounds are None where an error that matters is not known or other demand is served, all three where ours is 0."""
 
     ratio: float | None
     ratio_low: float | None
@@ -61,7 +61,7 @@ def compare_costs(ours: Iterable[CostPart], theirs: Iterable[CostPart], *, same_
     own_usd, other_usd = (sum(cost for cost, _ in side.values()) for side in (own, other))
     difference_usd, slack_usd = other_usd - own_usd, _slack_usd(own, other, SAME_FRAC * max(own_usd, other_usd))
     bounds: tuple[float | None, float | None] = (None, None)
-    if own_usd > 0 and slack_usd is not None:
+    if same_demand and own_usd > 0 and slack_usd is not None:
         bounds = ((other_usd - slack_usd) / own_usd, (other_usd + slack_usd) / own_usd)
     return CostComparison(
         ratio=other_usd / own_usd if own_usd > 0 else None,

@@ -49,7 +49,8 @@ def test_an_unknown_error_is_not_none_and_not_zero():
 
 
 def test_plans_that_serve_other_demand_and_empty_plans_are_not_ranked():
-    assert compared([("a", 1.0, 0.1)], [("b", 9.0, 0.1)], same_demand=False).verdict is CostVerdict.OTHER_DEMAND
+    other = compared([("a", 1.0, 0.1)], [("b", 9.0, 0.1)], same_demand=False)
+    assert (other.verdict, other.ratio_low, other.ratio_high) == (CostVerdict.OTHER_DEMAND, None, None)
     empty = compared([], [("b", 9.0, 0.1)])
     assert (empty.ratio, empty.ratio_low) == (None, None)
     assert compared([], []).verdict is CostVerdict.SAME
