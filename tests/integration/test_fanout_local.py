@@ -66,12 +66,13 @@ def script(tmp_path, bare_environment):
 
 
 def test_a_run_prints_nothing_of_its_own_and_leaves_nothing(script, bare_environment):
-    process = script("double", "die", "double")  # Ray would tell of the lost worker on stdout
+    # Ray would tell of the lost worker on stdout; the last takes 3 s, so that it is looked at before it ends.
+    process = script("double", "die", "double", "sleep")
     first = process.stdout.readline()
     started = descendants(process.pid)
     out, err = process.communicate(timeout=240)
     assert (process.returncode, err) == (0, "")
-    assert sorted([first.strip(), *out.splitlines()]) == ["0 0", "1 None", "2 4"]
+    assert sorted([first.strip(), *out.splitlines()]) == ["0 0", "1 None", "2 4", "3 None"]
     assert started
     assert survivors(started) == []
     assert list(script.folder.iterdir()) == []
