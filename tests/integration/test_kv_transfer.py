@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -318,14 +319,14 @@ def test_a_fetch_that_cannot_be_planned_or_written_fails_and_others_go_on(tmp_pa
 
 
 def test_a_silent_producer_does_not_hold_up_the_others(tmp_path):
-    keys = keys_of(tmp_path)
+    keys, terms = keys_of(tmp_path), msgspec.structs.replace(TERMS, stall_s=15.0)
     here = Worker(ALL, 8, computed=False)
     silent, other = Worker(ALL, 8, computed=True), Worker(ALL, 8, computed=True)
     pace = [1]
     with (
         serving(keys, silent) as (stuck, _),
         serving(keys, other) as (server, _),
-        fetching(keys, here, clock=lambda: pace[0] * time.monotonic()) as puller,
+        fetching(keys, here, terms=terms, clock=lambda: pace[0] * time.monotonic()) as puller,
         held_after(silent, 0),
     ):
         for number in range(4):
@@ -335,11 +336,11 @@ def test_a_silent_producer_does_not_hold_up_the_others(tmp_path):
         assert (first.request_id, first.error) == ("request", "")
         pace[0] = 20  # the others need not be waited for as long as a real one
         rest = ended(puller, 4)
-        assert {one.error for one in rest} == {f"nothing came from {stuck.place.address} for {TERMS.stall_s:g} s"}
+        assert {one.error for one in rest} == {f"nothing came from {stuck.place.address} for {terms.stall_s:g} s"}
 
 
 def test_a_producer_that_answers_others_is_slow_and_not_silent(tmp_path):
-    keys, terms = keys_of(tmp_path), msgspec.structs.replace(TERMS, stall_s=2.0, window_bytes=1 << 16)
+    keys, terms = keys_of(tmp_path), msgspec.structs.replace(TERMS, stall_s=6.0, window_bytes=1 << 18)
     there, here = Worker(ALL, 8, computed=True), Worker(ALL, 8, computed=False)
     time_s, gaps_s, asked_s = [0.0], [], {}
 
@@ -398,23 +399,28 @@ def _serve_for_ever(folder: Path, pipe) -> None:
         time.sleep(600)
 
 
-def test_a_producer_that_dies_midway_fails_its_transfers_at_once(tmp_path):
-    keys, here = keys_of(tmp_path), Worker(ALL, 8, computed=False)
+@contextmanager
+def producer_process(folder: Path) -> Iterator[tuple[int, str]]:
+    """A producer in a process of its own, which gives three chunks and no more: pid and address."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    producer = context.Process(target=_serve_for_ever, args=(tmp_path, theirs), daemon=True)
+    producer = context.Process(target=_serve_for_ever, args=(folder, theirs), daemon=True)
     producer.start()
     try:
         assert ours.poll(PATIENT_S)
-        address = ours.recv()
-        with fetching(keys, here) as puller:
-            puller.start(pull_of(here, whole(address)))
-            until(here.cache.any, "its first chunks")
-            assert producer.pid is not None
-            os.kill(producer.pid, signal.SIGKILL)
-            assert "is lost" in ended(puller)[0].error  # not: nothing came for so long
-            puller.start(pull_of(here, whole(address), request_id="later"))  # nobody listens there any more
-            assert "is lost" in ended(puller)[0].error
+        assert producer.pid is not None
+        yield producer.pid, ours.recv()
     finally:
         producer.kill()
         producer.join()
+
+
+def test_a_producer_that_dies_midway_fails_its_transfers_at_once(tmp_path):
+    keys, here = keys_of(tmp_path), Worker(ALL, 8, computed=False)
+    with producer_process(tmp_path) as (pid, address), fetching(keys, here) as puller:
+        puller.start(pull_of(here, whole(address)))
+        until(here.cache.any, "its first chunks")
+        os.kill(pid, signal.SIGKILL)
+        assert "is lost" in ended(puller)[0].error  # not: nothing came for so long
+        puller.start(pull_of(here, whole(address), request_id="later"))  # nobody listens there any more
+        assert "is lost" in ended(puller)[0].error

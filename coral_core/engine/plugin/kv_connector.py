@@ -9,6 +9,8 @@ consumer's scheduler works out which of its workers fetches what from whom, and 
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -16,6 +18,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from coral_core.engine.plugin.kv_plan import PlanError
 from coral_core.engine.plugin.kv_scheduler import SchedulerSide
+from coral_core.engine.plugin.kv_stats import TransferCounts, TransferMetrics
 from coral_core.engine.plugin.kv_worker import WorkerSide, total_heads
 
 
@@ -31,6 +34,16 @@ class CoralKVConnector(SchedulerSide, WorkerSide):
             self.begin_scheduler()
         else:
             self.begin_worker()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferCounts:
+        """What workers counted, as it comes from the engine's process."""
+        return TransferCounts(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *given: Any) -> TransferMetrics:  # noqa: ANN401 - as vLLM's own
+        """Its series at `/metrics`."""
+        return TransferMetrics(*given)
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -265,6 +265,8 @@ class BlockPuller:
         socket.linger = 200
         socket.maxmsgsize = MAX_CHUNK_BYTES + MAX_HEADER_BYTES
         socket.ipv6 = "[" in address
+        # That a producer is slow to admit is no less its silence.
+        socket.connect_timeout = socket.handshake_ivl = int(1000 * self._terms.stall_s)
         self._keys.fetch(socket)
         monitor = socket.get_monitor_socket(_LOST)
         socket.connect(address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorTransferResults,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.utils import extract_layer_index
@@ -26,6 +28,7 @@ from coral_core.engine.plugin.kv_plan import Place, PlanError, Shape, head_range
 from coral_core.engine.plugin.kv_puller import BlockPuller, Pull
 from coral_core.engine.plugin.kv_scheduler import Hello, StepMetadata
 from coral_core.engine.plugin.kv_server import BlockServer
+from coral_core.engine.plugin.kv_stats import TransferCounts
 
 
 class WorkerSide(KVConnectorBase_V1):
@@ -34,6 +37,7 @@ class WorkerSide(KVConnectorBase_V1):
     _hello: Hello | None = None
     _server: BlockServer | None = None
     _puller: BlockPuller | None = None
+    _reported: Mapping[str, int] = {}
 
     def begin_worker(self) -> None:
         """Be ready for the model runner's calls."""
@@ -117,6 +121,13 @@ class WorkerSide(KVConnectorBase_V1):
             finished_recving={one.request_id for one in pulled},
             failed_recving={one.request_id for one in pulled if one.error},
         )
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What the fetches counted since the last call, None if nothing."""
+        if self._puller is None or (counts := dict(self._puller.counts)) == self._reported:
+            return None
+        before, self._reported = self._reported, counts
+        return TransferCounts(data={name: count - before.get(name, 0) for name, count in counts.items()})
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: no request is scheduled before all of it is there."""

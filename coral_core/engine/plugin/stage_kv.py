@@ -12,6 +12,7 @@ from dataclasses import replace
 from vllm.v1.outputs import KVConnectorOutput
 
 from coral_core.engine.plugin.kv_scheduler import StepMetadata
+from coral_core.engine.plugin.kv_stats import TransferCounts
 from coral_core.engine.plugin.stage_layout import BlockPools, Layout
 
 Worker = tuple[int, int, str]
@@ -71,6 +72,7 @@ class TransferCount:
         self._sent: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self._received: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self._failed: set[str] = set()
+        self._counted = TransferCounts()
 
     def take(self, node: str, outputs: Iterable[KVConnectorOutput]) -> None:
         """What the ranks of a node say."""
@@ -79,6 +81,8 @@ class TransferCount:
                 for request_id in said or ():
                     counts[request_id][node] += 1
             self._failed |= output.failed_recving
+            if output.kv_connector_stats:
+                self._counted.aggregate(output.kv_connector_stats)
 
     def lose(self, node: str, sending: Iterable[str]) -> None:
         """The node says no more; `sending`: requests whose blocks it kept for others."""
@@ -93,7 +97,10 @@ class TransferCount:
             return None
         failed = received & self._failed
         self._failed -= failed
-        return KVConnectorOutput(finished_sending=sent, finished_recving=received, failed_recving=failed)
+        counted, self._counted = self._counted, TransferCounts()
+        return KVConnectorOutput(
+            finished_sending=sent, finished_recving=received, failed_recving=failed, kv_connector_stats=counted
+        )
 
     def _complete(self, counts: dict[str, dict[str, int]]) -> set[str]:
         done = {
