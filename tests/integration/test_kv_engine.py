@@ -100,7 +100,7 @@ def series(engine: Engine) -> tuple[float, ...]:
     """What its `/metrics` would say of fetches that arrived and that failed."""
     code = (
         "sum(one.value for metric in __import__('prometheus_client').REGISTRY.collect() for one in metric.samples "
-        "if one.name == 'coral:kv_fetches{}_total')"
+        "if one.name == 'vllm:coral_kv_fetches{}_total')"
     )
     return tuple(engine.evaluate(code.format(kind)) for kind in ("", "_failed"))
 
