@@ -9,7 +9,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 COUNTED: Final = {
     "fetched": ("vllm:coral_kv_fetches", "Fetches of a request's KV cache by a worker that arrived whole."),
-    "failed": ("vllm:coral_kv_fetches_failed", "Fetches by a worker that failed or were cancelled; see its log for why."),
+    "failed": ("vllm:coral_kv_fetches_failed", "Fetches by a worker that failed or were cancelled: its log says why."),
     "bytes": ("vllm:coral_kv_fetched_bytes", "Bytes of KV cache that workers fetched."),
 }
 """Of `BlockPuller.counts`: the series of each, and what it says. vLLM takes back series of its own prefix before it makes them anew."""
