@@ -23,6 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from coral_core.clock import ListeningClock
+from coral_core.engine.plugin.patience import wait_patiently
 
 Json = dict[str, Any]
 
@@ -31,6 +32,7 @@ class Driver:
     """The engine, and what its requests have given so far."""
 
     def __init__(self, arguments: Json) -> None:
+        wait_patiently()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.waiting: set[str] = set()

@@ -61,6 +61,9 @@ INTERNALS = {
     "vllm.distributed.parallel_state:GroupCoordinator.is_last_rank": "0cedd370b25f",
     "vllm.distributed.parallel_state:ensure_model_parallel_initialized": "b253677203db",
     "vllm.distributed.utils:get_pp_indices": "b019144ef4ec",
+    "vllm.distributed.utils:sched_yield": "7cca12677ac7",
+    "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait": "3c5dd220ba84",
+    "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.__init__": "f2964a2a9f33",
 }
 """Digests of the source of each, in vLLM 0.32.0."""
 

