@@ -23,7 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from coral_core.clock import ListeningClock
-from coral_core.engine.plugin.patience import wait_patiently
+from coral_core.engine.plugin.on_cpu import wait_patiently
 
 Json = dict[str, Any]
 

@@ -24,7 +24,7 @@ import zmq
 from vllm.config import KVTransferConfig
 
 from coral_core.engine.plugin import stage_wire
-from coral_core.engine.plugin.stage_rank import end_with_parent
+from coral_core.engine.plugin.on_cpu import end_with_parent
 from coral_core.engine.plugin.stage_wire import Hub, Inbox, Link, Outbox, Wire, keys_for, wait_for
 from tests.fakes import stage_pace, stage_pause
 from tests.fakes.stage_engine import (

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from coral_core.engine.plugin import stage_wire
-from coral_core.engine.plugin.stage_rank import end_with_parent
+from coral_core.engine.plugin.on_cpu import end_with_parent
 from coral_core.engine.plugin.stage_wire import Hub, Link, Wire
 from tests.fakes.stage_engine import LAYOUTS, Engine, add_all
 

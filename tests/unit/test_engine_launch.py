@@ -149,11 +149,11 @@ def test_a_variant_with_small_kv_and_fp16_says_so():
     assert flags(node)["--dtype"] == "float16"
 
 
-def test_threads_are_not_bound_where_there_are_fewer_cores_than_workers():
-    [node] = plan_of(Phase.AGGREGATED, [(8, Layout(tp=1, pp=4, dp=1))], terms=terms(Device.CPU, CPU)).nodes
-    assert (node.env["VLLM_CPU_OMP_THREADS_BIND"], node.env["OMP_NUM_THREADS"]) == ("nobind", "1")
-    [node] = plan_of(Phase.AGGREGATED, [(8, Layout(tp=1, pp=2, dp=1))], terms=terms(Device.CPU, CPU)).nodes
-    assert node.env["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
+@pytest.mark.parametrize(("ranks", "bound"), [(1, "0,1"), (2, "nobind"), (4, "nobind")])
+def test_threads_are_bound_where_a_worker_has_more_than_one_core(ranks, bound):
+    [node] = plan_of(Phase.AGGREGATED, [(8, Layout(tp=1, pp=ranks, dp=1))], terms=terms(Device.CPU, CPU)).nodes
+    assert node.env["VLLM_CPU_OMP_THREADS_BIND"] == bound
+    assert node.env.get("OMP_NUM_THREADS") == ("1" if bound == "nobind" else None)
 
 
 def test_an_ipv6_host_is_bracketed_in_the_url():

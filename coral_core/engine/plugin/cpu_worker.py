@@ -23,8 +23,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from coral_core.engine.plugin.patience import wait_patiently
-from coral_core.engine.plugin.stage_rank import end_with_parent, make_receiving_buffer
+from coral_core.engine.plugin.on_cpu import end_with_parent, wait_patiently
+from coral_core.engine.plugin.stage_rank import make_receiving_buffer
 
 DELAY_VARIABLE = "CORAL_STAGE_DELAY_MS"
 LAYER_DELAY_VARIABLE = "CORAL_LAYER_DELAY_MS"

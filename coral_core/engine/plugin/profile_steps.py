@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
+from coral_core.engine.plugin.on_cpu import start_by_fork
 from coral_core.engine.plugin.profile_model import truncated
 from coral_core.engine.plugin.serve import CPU_DISTRIBUTION, answering_for_vllm
 
@@ -37,6 +38,7 @@ class Timed:
     """An engine whose steps are timed."""
 
     def __init__(self, flags: list[str], layers: int) -> None:
+        start_by_fork()
         from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - seconds, and after the version is answered for
         from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
         from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415

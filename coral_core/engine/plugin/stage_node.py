@@ -24,9 +24,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.version import __version__ as vllm_version
 
 from coral_core.engine.plugin.kv_scheduler import StepMetadata
+from coral_core.engine.plugin.on_cpu import end_with_parent
 from coral_core.engine.plugin.stage_kv import joined
 from coral_core.engine.plugin.stage_layout import Layout, Node
-from coral_core.engine.plugin.stage_rank import Ranks, Seat, end_with_parent
+from coral_core.engine.plugin.stage_rank import Ranks, Seat
 from coral_core.engine.plugin.stage_steps import Backlog, Entry, merged, merged_grammar
 from coral_core.engine.plugin.stage_wire import Inbox, Link, Outbox, Wire, keys_for, wait_for
 

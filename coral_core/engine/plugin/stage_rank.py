@@ -5,16 +5,14 @@ Tensor parallelism is inside the node: the leader (rank 0) hands every command o
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
 import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -29,11 +27,9 @@ from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerWrapperBase
 
-from coral_core.engine.plugin.patience import wait_patiently
+from coral_core.engine.plugin.on_cpu import end_with_parent, wait_patiently
 from coral_core.engine.plugin.stage_layout import Node
 from coral_core.engine.plugin.stage_wire import Tensors
-
-_PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,11 +211,6 @@ def make_receiving_buffer(runner: GPUModelRunner) -> None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
-
-
-def end_with_parent() -> None:
-    """Have the kernel end this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
