@@ -220,7 +220,7 @@ class Chain(Commands):
             "--pipeline-parallel-size": ranks,
             "--data-parallel-size": layout.dp if layout.dp > 1 else None,
             "--distributed-executor-backend": "mp" if layout.tp * ranks > 1 else None,
-            "--worker-cls": CPU_STAGE_WORKER if self.on_cpu and ranks > 1 else None,
+            "--worker-cls": CPU_STAGE_WORKER if self.on_cpu else None,
         }
         return self.whole(
             [

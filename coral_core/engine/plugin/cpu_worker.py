@@ -1,4 +1,4 @@
-"""vLLM's CPU worker, mended for pipelines and able to act as a slower device.
+"""vLLM's CPU worker, mended for pipelines, patient (see `on_cpu`), and able to act as a slower device.
 
 Used as `--worker-cls coral_core.engine.plugin.cpu_worker.StageWorker`.
 
@@ -23,7 +23,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from coral_core.engine.plugin.on_cpu import end_with_parent, wait_patiently
+from coral_core.engine.plugin.on_cpu import end_with_parent, let_nixl_sleep, wait_patiently
 from coral_core.engine.plugin.stage_rank import make_receiving_buffer
 
 DELAY_VARIABLE = "CORAL_STAGE_DELAY_MS"
@@ -41,6 +41,9 @@ class StageWorker(CPUWorker):
         if multiprocessing.parent_process() is not None:
             end_with_parent()
         wait_patiently()
+        transfer = self.vllm_config.kv_transfer_config
+        if transfer is not None and transfer.kv_connector == "NixlConnector":
+            let_nixl_sleep()
         super().init_device()
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

@@ -5,6 +5,7 @@
   runnable threads of the others waiting for a minute.
 * vLLM forces `spawn` on the CPU, because threads bound to cores need processes that read OMP_* when they begin. Where the
   launch plan leaves one unbound thread to each process, forks do, and need not import again what takes most of a start.
+* NIXL 1.5 asks for messages without a pause in a thread of each worker, which takes a core from an idle engine for good.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import multiprocessing
 import os
 import signal
 import time
-from typing import Final
+from typing import Any, Final
 
 PAUSE_S: Final = 0.0001
 """Short against a step; a waiting process costs a few hundredths of a core."""
+NIXL_PAUSE_US: Final = 1000
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -40,6 +42,18 @@ def wait_patiently() -> None:
         sleep_to_yield()
         # Its exchange through shared memory yields inside compiled code; without it ranks use Gloo, which blocks.
         setattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda _self: False)  # noqa: B010
+
+
+def let_nixl_sleep() -> None:
+    """Let NIXL's agents of this process sleep between two looks; a message ends the sleep."""
+    from nixl import _api  # noqa: PLC0415 - is there only where it is used
+
+    class PatientAgent(_api.nixlBind.nixlAgent):
+        def __init__(self, name: str, config: Any) -> None:  # noqa: ANN401 - compiled
+            config.pthrDelay = NIXL_PAUSE_US  # its Python layer writes 0
+            super().__init__(name, config)
+
+    setattr(_api.nixlBind, "nixlAgent", PatientAgent)  # noqa: B010
 
 
 def start_by_fork() -> None:
