@@ -81,7 +81,7 @@ arch: setup  ## Import contracts, names, file sizes, what may be committed
 
 .PHONY: servers
 servers: setup  ## Tests that start Ray, Prefect or S3 servers, or ask the package registry
-	$(BIN)/pytest -m "servers and not engine and not nightly and not gpu" $(PYTEST_FLAGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "servers and not engine and not nightly and not gpu" $(PYTEST_FLAGS)
 
 .PHONY: engine
 engine: setup $(if $(CORAL_ENGINE_PYTHON),,engine-cpu)  ## Tests that start real vLLM on the CPU
