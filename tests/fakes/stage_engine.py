@@ -16,8 +16,9 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from coral_core.engine.plugin import stage_executor, stage_node
-from coral_core.engine.plugin.on_cpu import end_with_parent
+from coral_core.engine.plugin.on_cpu import end_with_parent, sleep_to_yield
 
+sleep_to_yield()
 # What nodes would import, once for all of them.
 for _module in ("model_executor.models.qwen3", "v1.worker.cpu_model_runner", "v1.worker.cpu_worker", "v1.engine.core"):
     importlib.import_module(f"vllm.{_module}")
