@@ -14,11 +14,13 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from typing import Any, Final
 
-PAUSE_S: Final = 0.0001
-"""Short against a step; a waiting process costs a few hundredths of a core."""
+SHORTEST_S: Final = 0.0001
+LONGEST_S: Final = 0.001
+"""Of a pause: a longer wait has longer ones, each half as long as all before it. Short against a step, and few beside other work."""
 NIXL_PAUSE_US: Final = 1000
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -30,7 +32,7 @@ def end_with_parent() -> None:
 
 def sleep_to_yield() -> None:
     """Let Python code of this process, and of those it forks, sleep where it would yield the processor."""
-    setattr(os, "sched_yield", _pause)  # noqa: B010 - a patch, and said so
+    setattr(os, "sched_yield", _pauses.pause)  # noqa: B010 - a patch, and said so
 
 
 def wait_patiently() -> None:
@@ -72,5 +74,17 @@ def _become_child() -> None:
     signal.set_wakeup_fd(-1)
 
 
-def _pause() -> None:
-    time.sleep(PAUSE_S)
+class _Pauses(threading.local):
+    """Of one thread: since when it waits, and when it last did."""
+
+    began_s = ended_s = 0.0
+
+    def pause(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self.ended_s > SHORTEST_S:  # it has done something since: another wait
+            self.began_s = now_s
+        time.sleep(min(max((now_s - self.began_s) / 2, SHORTEST_S), LONGEST_S))
+        self.ended_s = time.monotonic()
+
+
+_pauses = _Pauses()
