@@ -53,7 +53,8 @@ class Kept:
         )
         assert self._keeper.stdout is not None
         os.set_blocking(self._keeper.stdout.fileno(), False)
-        self._tell(json.dumps({"argv": list(argv), "env": {**env, MARK_VARIABLE: self._mark}, "log": str(log)}))
+        marked = {**env, MARK_VARIABLE: self._mark, "SPT_NOENV": "1"}  # else vLLM's process titles wipe the mark out
+        self._tell(json.dumps({"argv": list(argv), "env": marked, "log": str(log)}))
 
     def poll(self) -> None:
         """Take what the keeper has reported, without waiting."""

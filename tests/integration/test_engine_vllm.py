@@ -20,7 +20,7 @@ import pytest
 
 from coral_core.clock import ListeningClock
 from coral_core.domain.launch import NodeLaunch
-from coral_core.engine.kept import end_left_behind
+from coral_core.engine.kept import MARK_VARIABLE, end_left_behind
 from coral_core.engine.process import EngineProcess, start_engine
 from coral_core.engine.scrape import EngineSample
 from coral_core.engine.state import Cause, Condition, EngineState, StartStep
@@ -202,6 +202,8 @@ def test_a_killed_worker_is_noticed_and_named(pair):
         except (OSError, http.client.HTTPException) as error:
             outcome.append(error)
 
+    for one in psutil.Process(engine.pid).children(recursive=True):
+        assert MARK_VARIABLE in one.environ(), f"{one.cmdline()} could not be found by whoever comes after its owner"
     asked = threading.Thread(target=ask_for_much)
     asked.start()
     time.sleep(0.5)
