@@ -217,6 +217,19 @@ def test_a_killed_worker_is_noticed_and_named(pair):
     assert all_gone([engine.pid])
 
 
+def test_told_to_end_in_the_middle_of_an_answer_it_ends_in_order(start):
+    engine, url = start("answering")
+    served(engine, url)
+    body = {"model": "tiny", "prompt": [5, 6], "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    message = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(message, timeout=60.0) as answer:
+        assert answer.readline()
+        assert engine.stop(30.0).condition is Condition.ENDED
+    assert "Application shutdown complete" in (start.logs / "answering.log").read_text(), "it had to be killed"
+
+
 @pytest.fixture(scope="module")
 def doomed(start: Starter, tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineProcess]:
     """Engines that cannot start, all at once, because what takes long is the same for each: imports."""

