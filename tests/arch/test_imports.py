@@ -78,7 +78,7 @@ def test_each_heavy_library_stays_in_its_adapter():
 def test_what_runs_in_the_engines_process_needs_only_what_is_there():
     """The plugin has the engine's environment, itself and the clock, which needs nothing; the keeper has no environment at all."""
     engine = ROOT / "coral_core" / "engine"
-    there = {"msgspec", "nixl", "numpy", "safetensors", "tokenizers", "torch", "vllm", "zmq"}
+    there = {"msgspec", "nixl", "numpy", "safetensors", "tokenizers", "torch", "uvicorn", "vllm", "zmq"}
     strays = []
     plugin = sorted((engine / "plugin").rglob("*.py"))
     for path in [*plugin, engine / "keeper.py", ROOT / "coral_core" / "clock.py"]:
