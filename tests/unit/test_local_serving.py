@@ -152,6 +152,7 @@ def test_what_is_left_ends_also_when_its_maker_is_killed(tmp_path):
 
 def test_the_demo_without_an_engine_says_how_to_make_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CORAL_ENGINE_PYTHON", raising=False)
     assert run(["serve-demo", "--once"]) == 2
     assert "make engine-cpu" in capsys.readouterr().err
 
