@@ -261,9 +261,8 @@ class Chain(Commands):
     def _threads(self, place: NodePlace) -> dict[str, str]:
         """Threads bound to the node's own cores, a list of cores per worker; one thread each, and unbound, where there is no more than one core for it."""
         workers = self.layout.tp * self.layout.pp * self.layout.dp
-        if (
-            len(place.cpus) <= workers
-        ):  # the node's agent keeps it on its cores; and such engines start in half the time
+        # The node's agent keeps it on its cores; and engines of single threads start in half the time.
+        if len(place.cpus) <= workers:
             return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         ends = [len(place.cpus) * worker // workers for worker in range(workers + 1)]
         lists = [",".join(map(str, place.cpus[start:end])) for start, end in pairwise(ends)]

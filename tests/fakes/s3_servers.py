@@ -83,10 +83,8 @@ def seaweedfs() -> Iterator[S3Server]:
         config.write_text(json.dumps({"identities": [{**identity, "actions": actions}]}))
         command = [str(binary), "-logtostderr=true", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
         command += ["-s3", f"-s3.port={port}", f"-s3.config={config}", "-volume.max=50"]
-        command += [
-            "-s3.port.iceberg=0",
-            "-s3.port.lance=0",
-        ]  # ports that a second one on this machine would find taken
+        # Two more ports are fixed: a second server on this machine would find them taken.
+        command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
         command += [f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"]
         command += ["-master.volumeSizeLimitMB=64", "-master.telemetry=false"]
         with (

@@ -31,19 +31,20 @@ def end_with_parent() -> None:
 
 
 def sleep_to_yield() -> None:
-    """Let Python code of this process, and of those it forks, sleep where it would yield the processor."""
-    setattr(os, "sched_yield", _pauses.pause)  # noqa: B010 - a patch, and said so
+    """On the CPU let Python code of this process, and of those it forks, sleep where it would yield the processor."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 - after the version is answered for
+
+    if current_platform.is_cpu():
+        setattr(os, "sched_yield", _pauses.pause)  # noqa: B010 - a patch, and said so
 
 
 def wait_patiently() -> None:
     """Let a worker on the CPU wait for others by sleeping, in compiled code too; to be called before groups of ranks are made."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator  # noqa: PLC0415 - serve.py needs none
-    from vllm.platforms import current_platform  # noqa: PLC0415
 
-    if current_platform.is_cpu():
-        sleep_to_yield()
-        # Its exchange through shared memory yields inside compiled code; without it ranks use Gloo, which blocks.
-        setattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda _self: False)  # noqa: B010
+    sleep_to_yield()
+    # Its exchange through shared memory yields inside compiled code; without it ranks use Gloo, which blocks.
+    setattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda _self: False)  # noqa: B010
 
 
 def let_nixl_sleep() -> None:

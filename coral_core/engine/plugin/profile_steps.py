@@ -39,13 +39,11 @@ class Timed:
 
     def __init__(self, flags: list[str], layers: int) -> None:
         start_by_fork()
+        sleep_to_yield()
         from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - seconds, and after the version is answered for
-        from vllm.platforms import current_platform  # noqa: PLC0415
         from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
         from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
 
-        if current_platform.is_cpu():
-            sleep_to_yield()
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
         arguments = EngineArgs.from_cli_args(parser.parse_args(flags))
         arguments.hf_overrides = functools.partial(truncated, layers=layers)

@@ -35,8 +35,8 @@ def answering_for_vllm(version_of: Callable[[str], str]) -> Callable[[str], str]
 def main() -> None:
     """Run vLLM's command line with this process's arguments."""
     setattr(importlib.metadata, "version", answering_for_vllm(importlib.metadata.version))  # noqa: B010 - a patch, and said so
-    sleep_to_yield()
     start_by_fork()
+    sleep_to_yield()
     import uvicorn  # noqa: PLC0415 - the engine's environment has it
 
     setattr(uvicorn, "Config", partial(uvicorn.Config, timeout_graceful_shutdown=LAST_WORDS_S))  # noqa: B010
