@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
             counts[outcome] += 1
             name = f"{case.get('classname')}::{case.get('name')}"
             if outcome == "failed":
-                wrong.append(f"test failed: {name}")
+                wrong.append(f"test failed: {name}{_why(case)}")
             if outcome == "skipped":
                 print(f"skipped: {name}: {case.find('skipped').get('message')}")
             for marker in _markers(case) & REQUIRED.keys():
@@ -46,6 +46,13 @@ def main(arguments: list[str]) -> int:
         print(f"ci: {line}")
     print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
     return 1 if wrong else 0
+
+
+def _why(case: ET.Element) -> str:
+    """The last lines of what the test said: where a machine is out of reach, this may be all that is seen of it."""
+    said = [part.text or part.get("message") or "" for part in case if part.tag in {"failure", "error"}]
+    lines = [line for text in said for line in text.splitlines() if line.startswith("E ") or ": " in line]
+    return "".join(f"\n    {line[:200]}" for line in lines[-12:])
 
 
 def _markers(case: ET.Element) -> set[str | None]:

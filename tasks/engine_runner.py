@@ -29,11 +29,13 @@ _STATES: Final = {
 
 @dataclass(slots=True, kw_only=True)
 class EngineRunner:
-    """Implements `NodeRunner`. `owner` names the node for ever: what an earlier agent of it left behind is found by it."""
+    """Implements `NodeRunner`. `folder` is this node's alone, now and later: by it is found what an earlier agent left behind.
+
+    (Not by the node's id: of two fleets on one machine both may have a node of that id.)
+    """
 
     interpreter: Path
     folder: Path
-    owner: str
     _engine: EngineProcess | None = field(default=None, init=False)
     _stopped: bool = field(default=False, init=False)
     _tokens: float | None = field(default=None, init=False)
@@ -46,7 +48,7 @@ class EngineRunner:
 
     def recover(self) -> None:
         """End what an earlier agent of this node has left behind."""
-        end_left_behind(self.owner)
+        end_left_behind(self._owner)
 
     def start(self, launch: NodeLaunch, url: str) -> None:
         """Start it; see `start_engine`. ServingError also where an earlier engine's status cannot be taken away."""
@@ -58,7 +60,7 @@ class EngineRunner:
             replace(launch, env={**launch.env, **self._status.env}) if launch.serves else launch,
             interpreter=self.interpreter,
             log=self.folder / LOG_FILE,
-            owner=self.owner,
+            owner=self._owner,
             url=url if launch.serves else None,
         )
 
@@ -87,6 +89,10 @@ class EngineRunner:
         if self._engine is not None:
             self._engine.stop(grace_s)
         self._stopped = True
+
+    @property
+    def _owner(self) -> str:
+        return str(self.folder.resolve()).replace("#", "%23")
 
     def _sample(self, scraped: Scraped | None, now_s: float) -> EngineSample | None:
         if scraped is None:

@@ -34,6 +34,7 @@ def run(
     from coral_core.config.agent import load_agent_file
     from coral_core.config.settings import Settings, load_settings
     from coral_core.serving.control.agent import AgentTerms, Ending, agent_keys, attend
+    from coral_core.serving.control.state_file import alone_in
     from coral_core.serving.signals import on_signals
     from tasks.engine_runner import EngineRunner
     from tasks.node_agent import hello_of, take_share, who_am_i
@@ -70,7 +71,7 @@ def run(
         with on_signals(ending.asked, ending.at_once.set):
             await attend(
                 hello_of(spec, who),
-                EngineRunner(interpreter=interpreter, folder=spec.folder, owner=who.node_id),
+                EngineRunner(interpreter=interpreter, folder=spec.folder),
                 endpoint=spec.coordinator,
                 keys_file=spec.keys_file,
                 terms=AgentTerms(heartbeat_s=spec.heartbeat_s, drain_s=spec.drain_s, stop_grace_s=spec.stop_grace_s),
@@ -80,5 +81,6 @@ def run(
                 started=lambda: say("started", f"agent of {name}", node_id=who.node_id, instance=who.tags.instance_id),
             )
 
-    asyncio.run(go())
+    with alone_in(spec.folder, "agent"):
+        asyncio.run(go())
     say("stopped", "stopped: the engine has ended")

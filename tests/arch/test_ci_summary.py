@@ -64,6 +64,14 @@ def test_a_run_that_shows_too_little_fails(tmp_path, cases, steps, complaint, co
     assert lines[-1] == count
 
 
+def test_a_failed_test_is_told_with_what_it_said(tmp_path):
+    said = "def test():\n    x = 1\nE   AssertionError: assert 1 == 2\nE     more\n\ntests/a.py:7: AssertionError"
+    bad = f'<testcase classname="a" name="bad"><failure message="short">{said}</failure></testcase>'
+    _, lines = summary(tmp_path, GOOD + bad)
+    told = ["    E   AssertionError: assert 1 == 2", "    E     more", "    tests/a.py:7: AssertionError"]
+    assert lines[:-1] == ["ci: test failed: a::bad", *told]
+
+
 def test_a_skip_elsewhere_and_an_expected_failure_are_named_but_allowed(tmp_path):
     other = '<testcase classname="b" name="gpu"><skipped message="no GPU"/></testcase>'
     expected = '<testcase classname="b" name="x"><skipped type="pytest.xfail" message=""/></testcase>'

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -24,10 +24,22 @@ PAUSE_S = 5.0
 
 
 def stand_still(pids: list[int], pause_s: float) -> None:
-    for number in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in pids:
-            os.kill(pid, number)
-        time.sleep(pause_s if number is signal.SIGSTOP else 0.0)
+    """Stop all of these and those below them, and let them go on; who ends meanwhile (agents have such children) is left out."""
+    stopped: set[psutil.Process] = set()
+    while new := everybody(pids) - stopped:  # one that is not stopped yet may start another
+        for one in new:
+            with suppress(psutil.NoSuchProcess):
+                one.suspend()
+        stopped |= new
+    time.sleep(pause_s)
+    for one in stopped:
+        with suppress(psutil.NoSuchProcess):
+            one.resume()
+
+
+def everybody(pids: list[int]) -> set[psutil.Process]:
+    roots = [psutil.Process(pid) for pid in pids]
+    return {*roots, *(below for root in roots for below in root.children(recursive=True))}
 
 
 @contextmanager
@@ -111,9 +123,7 @@ def test_agents_coordinator_and_gateway_stand_still_together_and_nothing_fails(t
         for name in ("one", "two"):
             until(lambda name=name: processes.row(name).get("ready"), f"{name} is ready")
         processes.admin("PUT", "/instances/one/weight", {"weight": 1.0})
-        roots = [psutil.Process(process.pid) for process in processes.running.values()]
-        everybody = [*roots, *(below for root in roots for below in root.children(recursive=True))]
-        stand_still([one.pid for one in everybody], 12.0)  # agents, too, give up after 10 s
+        stand_still([one.pid for one in processes.running.values()], 12.0)  # agents, too, give up after 10 s
         time.sleep(LOST_S)
         assert [processes.stage(name) for name in ("one", "two")] == ["ready", "ready"]
         assert processes.ask() == 200

@@ -28,7 +28,7 @@ from coral_core.engine.stage_status import STATUS_FILE
 from coral_core.errors import InputError, ServingError
 from coral_core.serving.control.held import AskPlan
 from coral_core.serving.control.messages import NodeState
-from coral_core.serving.control.state_file import write_state
+from coral_core.serving.control.state_file import alone_in, write_state
 from tasks.coordinator import launcher
 from tasks.executor import InlineExecutor
 from tasks.library import build_library, build_spec_from_scenario
@@ -313,7 +313,7 @@ def test_what_coordinator_and_agent_say_when_they_have_started_and_ended(files, 
         say("ready", "one: ready", instance="one")
 
     async def attended(said, runner, *, endpoint, keys_file, terms, clock, ending, say, started):
-        assert (said.tags.instance_id, endpoint, runner.owner) == ("a-1", "tcp://127.0.0.1:9", "n")
+        assert (said.tags.instance_id, endpoint, runner.folder) == ("a-1", "tcp://127.0.0.1:9", files / "agent")
         assert terms.heartbeat_s == 1.0
         assert not ending.asked.is_set()
         started()
@@ -332,6 +332,41 @@ def test_what_coordinator_and_agent_say_when_they_have_started_and_ended(files, 
         assert (events[0], events[-1]) == ("started", "stopped")
 
 
+def test_an_agent_does_not_end_the_engine_of_another_that_has_its_folder(files, capsys):
+    capsys.readouterr()
+    with alone_in(files / "agent", "agent"):
+        assert run(["agent", "run", "--config", str(files / "agent.yaml")]) == ServingError.exit_code
+    told = capsys.readouterr()
+    assert "another agent runs here" in told.err
+    assert str(files / "agent") in told.err
+    assert told.out == ""
+
+
+@pytest.mark.servers
+def test_what_a_node_has_left_behind_is_found_by_its_folder(tmp_path):
+    """Two fleets on one machine may both have a node of an id; `#` is what marks cannot carry."""
+    from tasks.engine_runner import EngineRunner
+
+    program = str(ROOT / "tests" / "fakes" / "engine_program.py")
+    runners = []
+    for name in ("fleet#1", "fleet#2", "fleet#1"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        runners.append(EngineRunner(interpreter=sys.executable, folder=tmp_path / name))
+    one, other, again = runners
+    [port] = free_ports(1)
+    one.start(
+        NodeLaunch(node="0", argv=(program, str(port)), env={}, ports=(port,), serves=True), f"http://127.0.0.1:{port}"
+    )
+    try:
+        until(lambda: one.report().state is NodeState.READY, "it is ready")
+        other.recover()
+        assert one.report().state is NodeState.READY
+        again.recover()
+        until(lambda: one.report().state is NodeState.FAILED, "its end is noticed")
+    finally:
+        one.stop(1.0)
+
+
 @pytest.mark.servers
 def test_an_engine_as_an_agent_sees_it(tmp_path):
     from tasks.engine_runner import LOG_FILE, EngineRunner
@@ -342,7 +377,7 @@ def test_an_engine_as_an_agent_sees_it(tmp_path):
     def launch(*words: str) -> NodeLaunch:
         return NodeLaunch(node="0", argv=(program, str(port), *words), env={}, ports=(port,), serves=True)
 
-    runner = EngineRunner(interpreter=sys.executable, folder=tmp_path, owner=f"owner-{uuid.uuid4().hex}")
+    runner = EngineRunner(interpreter=sys.executable, folder=tmp_path)
     assert runner.report().state is NodeState.IDLE
     runner.recover()
     runner.stop(1.0)
@@ -373,4 +408,4 @@ def test_an_engine_as_an_agent_sees_it(tmp_path):
 def replace_runner(runner):
     from tasks.engine_runner import EngineRunner
 
-    return EngineRunner(interpreter=runner.interpreter, folder=runner.folder, owner=runner.owner)
+    return EngineRunner(interpreter=runner.interpreter, folder=runner.folder)

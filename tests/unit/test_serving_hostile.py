@@ -287,15 +287,15 @@ def test_a_state_that_cannot_be_written_down_is_told_once_and_when_it_can_again(
 
 def test_one_coordinator_has_a_folder_at_a_time(tmp_path):
     with (
-        alone_in(tmp_path / "state"),
+        alone_in(tmp_path / "state", "coordinator"),
         pytest.raises(ServingError, match="another coordinator runs here"),
-        alone_in(tmp_path / "state"),
+        alone_in(tmp_path / "state", "coordinator"),
     ):
         pass
     (tmp_path / "file").write_text("", encoding="utf-8")
     with (
-        alone_in(tmp_path / "state"),
-        alone_in(tmp_path / "file"),
+        alone_in(tmp_path / "state", "coordinator"),
+        alone_in(tmp_path / "file", "coordinator"),
     ):  # nothing can be kept there, which is told elsewhere
         pass
 

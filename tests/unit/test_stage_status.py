@@ -74,7 +74,7 @@ def test_an_old_status_that_cannot_be_taken_away_is_told(tmp_path):
     from tasks.engine_runner import EngineRunner
 
     (tmp_path / STATUS_FILE).mkdir()
-    runner = EngineRunner(interpreter=tmp_path / "none", folder=tmp_path, owner="n")
+    runner = EngineRunner(interpreter=tmp_path / "none", folder=tmp_path)
     launch = NodeLaunch(node="0", argv=(), env={}, ports=(), serves=True)
     with pytest.raises(ServingError, match="earlier engine's status"):
         runner.start(launch, "http://127.0.0.1:1")

@@ -81,7 +81,7 @@ async def coordinate(
 
     `started` is called with the endpoint. Raises ServingError where the address cannot be had, or another has the folder.
     """
-    with alone_in(plan.folder):
+    with alone_in(plan.folder, "coordinator"):
         end = CoordinatorEnd(plan.host, plan.port, plan.pair, plan.allowed)
         try:
             async with aiohttp.ClientSession() as session:

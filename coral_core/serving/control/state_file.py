@@ -65,8 +65,10 @@ def state_document(
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """One coordinator per folder at a time: another would take its instances for lost. ServingError where one is there.
+def alone_in(folder: Path, who: str) -> Iterator[None]:
+    """One of a kind, `who`, per folder at a time. ServingError where one is there.
+
+    Another coordinator would take the first one's instances for lost; another agent would end the first one's engine.
 
     A folder that cannot be written to belongs to whoever comes: nothing can be kept in it.
     """
@@ -78,7 +80,7 @@ def alone_in(folder: Path) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 fix = "end it first, or give this one a folder of its own"
-                raise ServingError("another coordinator runs here", where=str(folder), fix=fix) from None
+                raise ServingError(f"another {who} runs here", where=str(folder), fix=fix) from None
         yield
 
 
