@@ -15,7 +15,7 @@ from coral_core.catalog.hardware import load_gpus
 from coral_core.catalog.model_ids import gpu_by_any_name, model_by_any_name, variant_by_name
 from coral_core.config.settings import load_settings
 from coral_core.domain.hardware import Gpu
-from coral_core.errors import DataGapError, InputError, NoSolutionError
+from coral_core.errors import DataGapError, InputError, NoSolutionError, StoreError, StoreUnreachableError
 from coral_core.perf.serving import ServingPoint, predict
 from tasks.ledger import Compared
 from tasks.profile_compare import estimated_layer_s
@@ -79,7 +79,13 @@ def stored_profiles_compared(store: Store) -> tuple[list[Compared], dict[str, in
     found: list[Compared] = []
     left_out: dict[str, int] = {}
     for key in list_profiles(store):
-        profile = read_profile(store, key)
+        try:
+            profile = read_profile(store, key)
+        except StoreUnreachableError:
+            raise
+        except StoreError as error:  # one that is damaged does not take the others' comparison away
+            left_out[f"{error.where}: {error.what}{f' ({error.fix})' if error.fix else ''}"] = 1
+            continue
         shape, gpu = models.get(profile.key.model), _gpu_of(profile.key.config)
         if shape is None or gpu is None or profile.key.variant not in shape.variants:
             what = f"profile of {profile.key.model} in {profile.key.variant} on {profile.key.config}, which is not known here"

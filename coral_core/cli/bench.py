@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 from coral_core.cli.bench_fidelity import fidelity
 from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
+from coral_core.cli.report_file import check_file, write_file
 from coral_core.cli.work import counted_progress, library_progress, open_configured_store, resolved_scenario
 from coral_core.config.scenario import LibraryMethod
 from coral_core.errors import InputError, SolverError
@@ -69,7 +70,7 @@ def library(
     if chart is not None:
         from tasks.bench_charts import library_chart
 
-        chart.write_text(library_chart(scenario, report.to_json()["growth"]), encoding="utf-8")
+        write_file(chart, library_chart(scenario, report.to_json()["growth"]))
         print_note(f"chart -> {chart}")
     if as_json:
         print_json(report.to_json())
@@ -129,7 +130,7 @@ def allocation(
         from tasks.bench_charts import allocation_chart
 
         drawn = allocation_chart(scenario, report.get("growth", ()), report.get("gap_over_time", ()))
-        chart.write_text(drawn, encoding="utf-8")
+        write_file(chart, drawn)
         print_note(f"chart -> {chart}")
     if as_json:
         print_json(report)
@@ -147,8 +148,7 @@ def _check_chart(chart: Path | None, *, drawn: bool, wanted: str) -> None:
     """Refuse before the work what cannot be written after it."""
     if chart is not None and not drawn:
         raise InputError("there is only one size to draw", where="--chart", fix=f"add {wanted}")
-    if chart is not None and not chart.parent.is_dir():
-        raise InputError("no such folder", where=str(chart.parent), fix="create it, or write the chart elsewhere")
+    check_file(chart, such_as="chart.svg")
 
 
 def _print(report: LibraryBench) -> None:

@@ -22,7 +22,7 @@ from coral_core.cli.evaluate_scenario import (
 )
 from coral_core.cli.options import AsJson, ScenarioName, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
-from coral_core.cli.report_file import ReportPath, check_report, write_report
+from coral_core.cli.report_file import ReportPath, check_file, check_report, write_file, write_report
 from coral_core.cli.work import open_configured_store, resolved_scenario
 from coral_core.config.scenario import LibraryMethod
 from coral_core.errors import InputError, NoSolutionError
@@ -148,8 +148,7 @@ def sensitivity(
 
     if min(n_max) < 1:
         raise InputError(f"{min(n_max)} nodes cannot hold a model", where="--n-max", fix="give 1 or more")
-    if chart is not None and not chart.parent.is_dir():
-        raise InputError("no such folder", where=str(chart.parent), fix="create it, or write the chart elsewhere")
+    check_file(chart, such_as="sensitivity.svg")
     resolved, points = resolved_scenario(scenario), []
     for point in sweep(
         resolved,
@@ -167,7 +166,8 @@ def sensitivity(
     if chart is not None:
         if drawn is None:
             raise InputError("no library has a template: there is nothing to draw", where="--chart")
-        chart.write_text(drawn, encoding="utf-8")
+        write_file(chart, drawn)
+        print_note(f"chart -> {chart}")
     url = None
     if not dry_run:
         opened, name = open_configured_store(store), resolved.scenario.name

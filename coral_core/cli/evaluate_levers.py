@@ -11,9 +11,9 @@ from cyclopts import Parameter
 from coral_core.cli.evaluate_scenario import Scenario, step_note
 from coral_core.cli.options import AsJson, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
-from coral_core.cli.report_file import ReportPath, check_report, write_report
+from coral_core.cli.report_file import ReportPath, check_file, check_report, write_file, write_report
 from coral_core.cli.work import choose_executor, library_progress, open_configured_store, resolved_scenario
-from coral_core.errors import InputError, NoSolutionError
+from coral_core.errors import NoSolutionError
 
 
 def levers(
@@ -61,8 +61,7 @@ def levers(
         simulated_s=minutes * 60,
         memory_frac=memory_frac,
     )
-    if markdown is not None and not markdown.parent.is_dir():
-        raise InputError("no such folder", where=str(markdown.parent), fix="create it, or write elsewhere")
+    check_file(markdown, such_as="levers.md")
     check_report(report)
     base = resolved_scenario(scenario).scenario
     opened, user_models = open_configured_store(store), load_settings().models
@@ -74,7 +73,7 @@ def levers(
             snapshots[method] = fresh_library(full, opened, executor, on_progress=on_progress)
     document = lever_table(base, snapshots, run, user_models=user_models, on_step=step_note(quiet=as_json))
     if markdown is not None:
-        markdown.write_text(lever_markdown(document), encoding="utf-8")
+        write_file(markdown, lever_markdown(document))
         print_note(f"written to {markdown}")
     if report is not None:
         time = SystemClock().now().isoformat(timespec="seconds")

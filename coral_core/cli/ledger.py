@@ -9,9 +9,9 @@ from cyclopts import Parameter
 
 from coral_core.cli.options import AsJson, StoreUrl
 from coral_core.cli.output import print_json, print_note, print_table, print_text
-from coral_core.cli.report_file import ReportPath, check_report, write_file, write_report
+from coral_core.cli.report_file import ReportPath, check_file, check_report, write_file, write_report
 from coral_core.cli.work import open_configured_store
-from coral_core.errors import DataGapError, InputError
+from coral_core.errors import DataGapError
 
 DataFolder = Annotated[
     Path | None, Parameter(name="--data", help="Folder of reference data; default: CORAL_REFERENCE_DATA.")
@@ -50,10 +50,7 @@ def ledger(
     from tasks.ledger_own import own_runs, stored_profiles_compared
 
     check_report(report)
-    if markdown is not None and not markdown.parent.is_dir():
-        raise InputError("no such folder", where=str(markdown.parent), fix="create it, or write elsewhere")
-    if markdown is not None and markdown.is_dir():
-        raise InputError("is a folder", where=str(markdown), fix="name a file in it, such as ledger.md")
+    check_file(markdown, such_as="ledger.md")
     if runs is None and not profiles:
         document = make_ledger(reference_folder(data))
     else:

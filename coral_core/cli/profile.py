@@ -12,7 +12,7 @@ from coral_core.cli.ledger import DataFolder
 from coral_core.cli.options import AsJson, StoreUrl, WholeNumber
 from coral_core.cli.output import print_json, print_note, print_table, print_text
 from coral_core.cli.profile_run import run
-from coral_core.cli.report_file import write_file
+from coral_core.cli.report_file import check_file, write_file
 from coral_core.cli.work import open_configured_store
 from coral_core.errors import InputError, StoreError
 
@@ -173,8 +173,7 @@ def show(
 
     profile = _found(open_configured_store(store), key)
     if chart is not None:
-        if not chart.parent.is_dir() or chart.is_dir():
-            raise InputError("cannot be written", where=str(chart), fix="name a file in a folder that exists")
+        check_file(chart, such_as="profile.svg")
         from tasks.profile_chart import profile_chart
 
         write_file(chart, profile_chart(profile))

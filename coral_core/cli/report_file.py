@@ -19,14 +19,19 @@ def check_report(path: Path | None) -> None:
     """Raise InputError where a report cannot be written there, or not be made: before the long work, not after."""
     from coral_core.report.page import can_render
 
+    if path is not None and not can_render():
+        raise InputError("jinja2 is not installed", where="--report", fix="pip install 'coral-serve[report]'")
+    check_file(path, such_as="report.html")
+
+
+def check_file(path: Path | None, *, such_as: str) -> None:
+    """Raise InputError where a file, if one is asked for, cannot be written: before the long work, not after."""
     if path is None:
         return
-    if not can_render():
-        raise InputError("jinja2 is not installed", where="--report", fix="pip install 'coral-serve[report]'")
     if not path.parent.is_dir():
-        raise InputError("no such folder", where=str(path.parent), fix="create it, or write the report elsewhere")
+        raise InputError("no such folder", where=str(path.parent), fix="create it, or write elsewhere")
     if path.is_dir():
-        raise InputError("is a folder", where=str(path), fix="name a file in it, such as report.html")
+        raise InputError("is a folder", where=str(path), fix=f"name a file in it, such as {such_as}")
 
 
 def write_report(path: Path | None, page: str | None) -> None:

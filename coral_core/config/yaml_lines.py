@@ -24,8 +24,12 @@ def read_yaml_model(path: Path, model: type[M]) -> M:
     """The file's content as `model`; InputError names file, line and key path of the first fault."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the file: {error}", where=str(path)) from None
+    except FileNotFoundError:
+        raise InputError("there is no such file", where=str(path), fix="give the path of one that exists") from None
+    except OSError as error:
+        raise InputError(f"cannot read the file: {error.strerror or error}", where=str(path)) from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"cannot read the file: {error}", where=str(path), fix="write it in UTF-8") from None
     return parse_yaml_model(text, model, where=str(path))
 
 

@@ -171,3 +171,5 @@ def test_a_chart_is_refused_before_the_work_where_it_cannot_be_made(tmp_path):
         bench_cli.library(chart=tmp_path / "chart.svg")
     with pytest.raises(InputError, match="no such folder"):
         bench_cli.library(growth=True, chart=tmp_path / "none" / "chart.svg")
+    with pytest.raises(InputError, match="is a folder"):
+        bench_cli.library(growth=True, chart=tmp_path)

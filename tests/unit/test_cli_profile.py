@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from coral_core.cli.entry import run
+from coral_core.errors import StoreUnreachableError
+from coral_core.perf.profile import Profile
 
 CSV = """phase,tp,requests,tokens,layer_ms,fixed_ms,cv_frac
 prefill,1,1,500,25,1,0.01
@@ -279,7 +281,7 @@ def test_what_would_be_of_no_use_or_cannot_be_written_is_refused(
     key = json.loads(capsys.readouterr().out)["key"]
     url = ["--store", f"file://{store}"]
     assert run(["profile", "show", key, *url, "--chart", str(tmp_path / "none" / "x.svg")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "no such folder" in capsys.readouterr().err
     for command in (["profile", "show", key, "--chart"], ["ledger", "--profiles", "--markdown"]):
         assert run([*command, "/dev/full", *url]) == 2  # a disk without room, once the long work is done
         assert "/dev/full: cannot be written: No space left on device" in capsys.readouterr().err
@@ -303,7 +305,9 @@ def test_profiles_of_what_is_not_known_here_are_counted(
     assert document["left_out"] == {"profile of llama-3-70b in bf16 on g6.xlarge, which is not known here": 1}
 
 
-def test_a_damaged_profile_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_profile_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, store = tmp_path / "times.csv", tmp_path / "store"
     file.write_text(CSV, encoding="utf-8")
     assert imported(file, store, "--json") == 0
@@ -317,6 +321,17 @@ def test_a_damaged_profile_hides_no_other(tmp_path: Path, capsys: pytest.Capture
     assert [row["flags"] for row in json.loads(out)] == [["--enforce-eager"]]
     assert f"{key}: is no profile" in err
     assert "remove it: the one before it then counts" in err
+    assert run(["ledger", "--profiles", "--store", f"file://{store}", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {row["n"] for row in document["entries"]} == {2}  # the other profile's points of each phase
+    [(reason, count)] = document["left_out"].items()
+    assert (count, f"{key}: is no profile" in reason, "remove it" in reason) == (1, True, True)
+
+    def silent(*_: object) -> Profile:
+        raise StoreUnreachableError("does not answer", where="the store")
+
+    monkeypatch.setattr("tasks.ledger_own.read_profile", silent)
+    assert run(["ledger", "--profiles", "--store", f"file://{store}", "--json"]) == StoreUnreachableError.exit_code
 
 
 def test_tables_as_other_programs_write_them_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coral_core.config.scenario import Scenario, scenario_text
-from coral_core.config.yaml_lines import key_path, parse_yaml_model
+from coral_core.config.yaml_lines import key_path, parse_yaml_model, read_yaml_model
 from coral_core.errors import InputError
 
 
@@ -91,3 +91,16 @@ def test_a_fault_names_its_line_its_key_and_what_is_allowed(old, new, begin, wor
 
 def test_a_key_path_reads_as_in_the_file():
     assert key_path(("models", 0, "slo", "ttft_s")) == "models[0].slo.ttft_s"
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    for path, content, said in (
+        (tmp_path / "none.yaml", None, "none.yaml: there is no such file (give the path of one that exists)"),
+        (tmp_path / "latin.yaml", "ü".encode("latin-1"), "(write it in UTF-8)"),
+        (tmp_path, None, "cannot read the file: Is a directory"),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(InputError) as caught:
+            read_yaml_model(path, Scenario)
+        assert said in str(caught.value)
