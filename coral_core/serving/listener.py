@@ -6,7 +6,7 @@ import asyncio
 import socket
 import sys
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import uvicorn
@@ -18,6 +18,8 @@ from coral_core.serving.refusals import bad_request
 from coral_core.serving.sparing_log import spare
 
 if sys.platform != "win32":
+    import resource
+
     import uvloop
 
 _MOST_HEADER_BYTES: Final = 64 * 1024
@@ -174,8 +176,14 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Run `main` to its end on uvloop, which passes about half more requests in the same CPU time; on Windows on asyncio's own loop."""
+    """Run `main` to its end on uvloop, which passes about half more requests in the same CPU time; on Windows on asyncio's own loop.
+
+    With as many open files as the process may have: a request takes two, and shells and services begin with 1024 in all.
+    """
     if sys.platform == "win32":
         asyncio.run(main)
     else:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with suppress(OSError, ValueError):  # some systems say more than they grant
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         uvloop.run(main)

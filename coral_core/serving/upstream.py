@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -16,6 +17,8 @@ _IDLE_S: Final = 4.0
 _BUSY: Final = frozenset({408, 425, 429})
 _MISPLACED: Final = frozenset({401, 403, 404, 405})
 """Refusals that are about the gateway's own doing: its client cannot help them."""
+_OWN_LACK: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Connections that fail for want of something here: no engine is gone for that."""
 
 
 class UpstreamError(ServingError):
@@ -109,8 +112,8 @@ async def lists_model(session: aiohttp.ClientSession, url: str, model: str, *, t
             return any(one.get("id") == model for one in listed.get("data", ()))
     except TimeoutError:
         return None
-    except (aiohttp.ClientError, OSError, ValueError, AttributeError, TypeError):
-        return False
+    except (aiohttp.ClientError, OSError, ValueError, AttributeError, TypeError) as error:
+        return None if _lacks_own(error) else False
 
 
 async def _refuse(response: aiohttp.ClientResponse) -> None:
@@ -121,7 +124,13 @@ async def _refuse(response: aiohttp.ClientResponse) -> None:
     raise UpstreamError(f"the engine answered {status}", cause="busy" if status in _BUSY | {503} else "status")
 
 
+def _lacks_own(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in _OWN_LACK
+
+
 def _as_upstream(error: Exception) -> UpstreamError:
+    if _lacks_own(error):
+        return UpstreamError("the gateway has no more connections to give", cause="busy")
     if isinstance(error, TimeoutError):  # of connecting: aiohttp has no other limit here
         return UpstreamError("the engine does not accept connections", cause="connect", gone=True)
     if isinstance(error, aiohttp.ClientConnectorError):

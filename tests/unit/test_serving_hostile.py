@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from coral_core.serving.request import TEXT, parse_request
 from coral_core.serving.signals import on_signals
 from coral_core.serving.sse import BrokenStreamError, EventRelay, read_whole
 from coral_core.serving.table import InstanceSpec, ModelTerms, RoutingTable
+from coral_core.serving.upstream import UpstreamError, lists_model, new_session, posted
 from tests.fakes.control_world import hello
 
 DEEP = b"[" * 5000 + b"]" * 5000
@@ -298,6 +300,39 @@ def test_one_coordinator_has_a_folder_at_a_time(tmp_path):
         alone_in(tmp_path / "file", "coordinator"),
     ):  # nothing can be kept there, which is told elsewhere
         pass
+
+
+def test_no_engine_is_gone_because_the_gateway_can_open_no_more_files():
+    async def ask() -> UpstreamError:
+        async with new_session(connect_s=60.0) as session:
+            assert await lists_model(session, "http://127.0.0.1:9", "m", timeout_s=60.0) is False
+            taken, limits = [], resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+            try:
+                with pytest.raises(OSError, match="Too many open files"):
+                    taken.extend(iter(lambda: os.dup(2), None))
+                assert await lists_model(session, "http://127.0.0.1:9", "m", timeout_s=60.0) is None
+                with pytest.raises(UpstreamError, match="no more connections to give") as failed:
+                    async with posted(session, "http://127.0.0.1:9", b"{}", "x"):
+                        pass
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                for one in taken:
+                    os.close(one)
+            return failed.value
+
+    failed = asyncio.run(ask())
+    assert (failed.gone, failed.cause) == (False, "busy")
+
+
+def test_a_gateway_takes_as_many_open_files_as_it_may_have():
+    code = (
+        "import resource as r\nfrom coral_core.serving.listener import run_loop\n"
+        "most = r.getrlimit(r.RLIMIT_NOFILE)[1]\nr.setrlimit(r.RLIMIT_NOFILE, (64, most))\n"
+        "async def main(): assert r.getrlimit(r.RLIMIT_NOFILE) == (most, most)\n"
+        "run_loop(main())"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("as_json", [True, False])
