@@ -75,27 +75,51 @@ class Timed:
 
     def _prefill(self, requests: int, tokens: int) -> float:
         self._ask(requests, tokens, 1)
-        (took_s,) = self._run()
+        times: list[float] = []
+        while self.engine.has_unfinished_requests():
+            self._step(times)
+        (took_s,) = times
         return took_s
 
     def _decode(self, requests: int, tokens: int, samples: int) -> list[float]:
-        """Prompts a little shorter than the context, so that its middle falls on `tokens`; the last steps count."""
-        steps = WARM_UP_STEPS + samples
-        self._ask(requests, max(tokens - steps // 2, 1), steps + 1)
-        return self._run()[-samples:]
+        """Seconds of steps in which all requests decode, contexts about `tokens` in their middle. ValueError where not all do.
 
-    def _ask(self, requests: int, tokens: int, wanted: int) -> None:
+        Prompts that one step cannot take come one after the other: the first go on decoding until the last is there, so
+        requests end when they are aborted, and prompts are shorter by what they gain meanwhile.
+        """
+        steps, coming = WARM_UP_STEPS + samples, (requests * tokens - 1) // self.most_tokens
+        prompt = max(tokens - (steps + coming) // 2, 1)
+        names = self._ask(requests, prompt, self.most_context - prompt)
+        waiting, whole = set(names), 0
+        times: list[float] = []
+        try:
+            while whole < steps:
+                found = self._step(times)
+                if any(one.finished for one in found) or (not waiting and 0 < len(found) < requests):
+                    raise ValueError(
+                        f"{requests} requests of {tokens} tokens do not decode in one step for {steps} steps"
+                    )
+                whole += not waiting
+                waiting -= {one.request_id for one in found}
+        finally:
+            self.engine.abort_request(names)
+            self.engine.step()  # in which workers hear of it
+        return times[-samples:]
+
+    def _ask(self, requests: int, tokens: int, wanted: int) -> list[str]:
         from vllm import SamplingParams  # noqa: PLC0415 - loaded by now
 
-        for _ in range(requests):
-            self._asked += 1
+        names = [str(self._asked + number) for number in range(requests)]
+        self._asked += requests
+        for name in names:
             prompt = {"prompt_token_ids": [self._draw.randrange(self.vocab) for _ in range(tokens)]}
             terms = SamplingParams(max_tokens=wanted, temperature=0.0, ignore_eos=True, detokenize=False)
-            self.engine.add_request(str(self._asked), prompt, terms)
+            self.engine.add_request(name, prompt, terms)
+        return names
 
-    def _run(self) -> list[float]:
-        """Step until nothing is left; the seconds of the core's steps."""
-        client, times = self.engine.engine_core, []
+    def _step(self, times: list[float]) -> list[Any]:
+        """What came of a step; the seconds of the core's own step are added to `times`."""
+        client = self.engine.engine_core
         own = client.get_output
 
         def timed() -> object:
@@ -106,13 +130,12 @@ class Timed:
 
         client.get_output = timed
         try:
-            while self.engine.has_unfinished_requests():
-                self.engine.step()
-                if len(times) > STEPS_PER_PROMPT:
-                    raise RuntimeError(f"{len(times)} steps, and requests are left")
+            found: list[Any] = self.engine.step()
         finally:
             del client.get_output
-        return times
+        if len(times) > STEPS_PER_PROMPT:
+            raise RuntimeError(f"{len(times)} steps, and requests are left")
+        return found
 
 
 def answer(line: str, measure: Callable[..., list[float]]) -> dict[str, Any]:
