@@ -128,9 +128,12 @@ def tp_sizes(shape: ModelShape, config: NodeConfig) -> tuple[int, ...]:
 
 
 def default_depths(shape: ModelShape) -> tuple[int, int]:
-    """Two and four layers beyond the dense ones at the beginning of a model of experts: whole periods of an alternation."""
+    """One and two whole periods of the attention pattern, at least two layers each, beyond dense layers at the beginning."""
     dense = 0 if shape.moe is None else shape.moe.dense_layers
-    return checked_depths((dense + 2, dense + 4), shape)
+    windowed = 0 if shape.sliding_window is None else shape.sliding_window.layers
+    rarer = min(windowed, shape.layers - windowed)
+    period = max(round(shape.layers / rarer), 2) if rarer else 2
+    return checked_depths((dense + period, dense + 2 * period), shape)
 
 
 def checked_depths(depths: Sequence[int], shape: ModelShape) -> tuple[int, int]:
