@@ -40,6 +40,7 @@ class _Patient(HttpToolsProtocol):
     refused = False
     _head_bytes = 0
     _waiting_bytes = 0
+    _in_body = False
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - as in the base class
         super().connection_made(transport)
@@ -48,7 +49,7 @@ class _Patient(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.refused:
             return
-        if self._is_idle:
+        if self._is_idle and not self._in_body:  # the body of a request that was refused at once is no head
             self._waiting_bytes += len(data)
         super().data_received(data)
         if not self._is_idle:
@@ -65,6 +66,7 @@ class _Patient(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        self._in_body = True
         cycle: Any = self.cycle
         if cycle is not None and cycle.scope is self.scope and self.scope["http_version"] == "1.0":
             _end_with_the_connection(cycle)
@@ -72,6 +74,10 @@ class _Patient(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_bytes = 0
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_body = False
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))

@@ -191,6 +191,25 @@ def test_keys_and_their_limits():
     asyncio.run(go())
 
 
+@pytest.mark.servers
+def test_a_long_request_that_is_refused_at_once_gets_one_answer_and_the_next_one_its_own():
+    """Its body comes after the answer, and is no head that grows too long."""
+
+    async def go():
+        async with gateway_case(key=KeyTerms()) as case:
+            reader, writer = await asyncio.open_connection(*case.url.removeprefix("http://").split(":"))
+            body = b" " * 300_000
+            writer.write(head(len(body)))
+            assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENT_S)).startswith(b"HTTP/1.1 401 ")
+            writer.write(body + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            _, _, after = (await asyncio.wait_for(reader.read(), PATIENT_S)).partition(b"HTTP/1.1 ")
+            assert after.startswith(b"200 OK")
+            assert b"HTTP/1.1" not in after
+            writer.close()
+
+    asyncio.run(go())
+
+
 def test_a_queue_beyond_the_slo_turns_requests_away_and_they_count_as_demand():
     async def go():
         model = terms_of(ttft_s=0.5)
