@@ -24,7 +24,7 @@ PRODUCE: Final = {
 }
 """Tells a prefill engine to keep the KV cache for a decode engine to fetch."""
 _NOT_FOR_PREFILL: Final = ("stream_options", "min_tokens", "stop", "stop_token_ids", "logprobs", "top_logprobs")
-_FOR_ENGINES_ONLY: Final = ("kv_transfer_params",)
+_FOR_ENGINES_ONLY: Final = ("kv_transfer_params", "ec_transfer_params")
 """They name hosts and memory of other engines: never taken from a client."""
 
 
@@ -67,8 +67,9 @@ def parse_request(path: str, body: bytes) -> CompletionRequest:
         raise bad_request(f"the body is no JSON: {error}"[:300], code="invalid_json") from None
     if not isinstance(document, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
+    extra = document.get("vllm_xargs")  # vLLM looks for them there too
     for name in _FOR_ENGINES_ONLY:
-        if name in document:
+        if name in document or (isinstance(extra, dict) and name in extra):
             raise bad_request(f"{name} cannot be given by clients", param=name, code="unsupported_parameter")
     model = _required(document, "model", str)
     stream = _optional(document, "stream", bool)
