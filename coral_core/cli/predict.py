@@ -29,7 +29,7 @@ def predict(
     """Predict the mean TTFT and TPOT of a replica under so many clients.
 
     Error bars are quantiles of the relative error on runs of models that nothing was fitted to (`coral ledger`). What
-    lies beyond all such comparisons is said. Exit code 3 where the model does not fit.
+    lies beyond such comparisons on that GPU is said. Exit code 3 where the model does not fit.
     """
     from coral_core.catalog import load_models
     from coral_core.catalog.hardware import load_gpus
@@ -58,6 +58,7 @@ def predict(
     rows = [
         (name, document[f"{metric}_s"], *document[f"{metric}_p90_range_s"], document[f"{metric}_error"]["basis"])
         for name, metric in (("first token", "ttft"), ("per further token", "tpot"))
+        if document[f"{metric}_s"] is not None
     ]
     point = found.point
     print_table(
@@ -89,9 +90,9 @@ def prediction_json(found: Prediction) -> dict[str, Any]:
         "ttft_s": latencies.ttft_s,
         "ttft_p90_range_s": list(found.ttft.bounds(latencies.ttft_s)),
         "ttft_error": _bar_json(found.ttft),
-        "tpot_s": latencies.tpot_s,
-        "tpot_p90_range_s": list(found.tpot.bounds(latencies.tpot_s)),
-        "tpot_error": _bar_json(found.tpot),
+        "tpot_s": latencies.tpot_s if found.tpot else None,
+        "tpot_p90_range_s": list(found.tpot.bounds(latencies.tpot_s)) if found.tpot else None,
+        "tpot_error": _bar_json(found.tpot) if found.tpot else None,
         "running_requests": latencies.running,
         "queue_bound": found.queue_bound,
         "source": "estimated",

@@ -10,10 +10,26 @@ from coral_core.perf.errors import ErrorBar, load_errors
 from coral_core.perf.factors import expert_kind, load_factors
 from coral_core.perf.serving import Latencies, ServingPoint, predict
 
-FITTED_INPUT_TOKENS: Final = (1000, 8192)
-FITTED_OUTPUT_TOKENS: Final = (100, 8192)
-FITTED_CONCURRENCY: Final = (4, 128)
-"""Ranges of the runs that the engine's costs were fitted to."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """What the comparisons on a GPU cover: TP sizes with several runs, and the ends of lengths and numbers of clients."""
+
+    tps: tuple[int, ...] = (1, 2, 4, 8)
+    input_tokens: tuple[int, int] = (1024, 8192)
+    output_tokens: tuple[int, int] = (128, 8192)
+    concurrency: tuple[int, int] = (4, 128)
+
+
+FITTED: Final = Compared()
+"""The runs that the engine's costs were fitted to: what there is for a GPU without runs of its own."""
+
+COMPARED: Final = {
+    "A10G": Compared(tps=(1, 4), input_tokens=(304, 3478), output_tokens=(6, 102), concurrency=(1, 8)),
+    "B200": Compared(output_tokens=(1024, 8192)),
+    "H100": Compared(tps=(2, 4, 8), concurrency=(4, 144)),
+    "H200": Compared(input_tokens=(1000, 8192), output_tokens=(100, 8192)),
+}
 
 _AGGREGATED: Final = "aggregated"
 _WHOLE: Final = "latency_s"
@@ -35,12 +51,15 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Latencies with error bars; `extrapolated` says in what the point lies beyond all comparisons."""
+    """Latencies with error bars; `extrapolated` says in what the point lies beyond the comparisons on its GPU.
+
+    `tpot` is None where requests have one output token: there are no further ones that could take time.
+    """
 
     point: ServingPoint
     latencies: Latencies
     ttft: Bar
-    tpot: Bar
+    tpot: Bar | None
     extrapolated: tuple[str, ...]
 
     @property
@@ -55,7 +74,7 @@ def prediction(point: ServingPoint) -> Prediction:
         point=point,
         latencies=predict(point),
         ttft=_bar(point.gpu.name, "ttft_s"),
-        tpot=_bar(point.gpu.name, "tpot_s"),
+        tpot=_bar(point.gpu.name, "tpot_s") if point.output_tokens > 1 else None,
         extrapolated=tuple(_beyond(point)),
     )
 
@@ -83,10 +102,13 @@ def _beyond(point: ServingPoint) -> list[str]:
     chosen = model_math.variant_of(point.shape, point.variant)
     if point.shape.moe is not None and (gpu, expert_kind(chosen)) not in factors.experts:
         found.append(f"no kernels of {expert_kind(chosen)} experts on {gpu}")
+    known = COMPARED.get(gpu, FITTED)
+    if gpu in COMPARED and point.tp not in known.tps:
+        found.append(f"TP {point.tp}, compared on {gpu} at {', '.join(map(str, known.tps))}")
     for what, value, (least, most) in (
-        ("input tokens", point.input_tokens, FITTED_INPUT_TOKENS),
-        ("output tokens", point.output_tokens, FITTED_OUTPUT_TOKENS),
-        ("concurrency", point.concurrency, FITTED_CONCURRENCY),
+        ("input tokens", point.input_tokens, known.input_tokens),
+        ("output tokens", point.output_tokens, known.output_tokens),
+        ("concurrency", point.concurrency, known.concurrency),
     ):
         if not least <= value <= most:
             found.append(f"{value:g} {what}, compared at {least} to {most}")

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from coral_core.perf.factors import load_engine_costs, load_factors
+from coral_core.perf.prediction import COMPARED
 from coral_core.perf.serving import kernel_times, latencies
 from tasks.fit_factors import changes, fit_tables
-from tasks.ledger import Observed, _layer_times, _serving, compare, error_rows, is_target, ledger
-from tasks.reference_runs import read_serving_runs
+from tasks.ledger import _LATENCY_TP, Observed, _layer_times, _serving, compare, error_rows, is_target, ledger
+from tasks.ledger import _unpredictable as unpredictable
+from tasks.reference_runs import read_latency_rows, read_serving_runs
 from tests.fakes.perf_cases import AS_OF
 
 NAMES = ((True, "own"), (False, "others"))
@@ -117,3 +119,18 @@ def test_the_fit_beats_the_costs_it_starts_from(reference_data: Path) -> None:
     _, tpot_s = latencies(times, load_engine_costs())
     measured = np.array([run.tpot_s for run in runs])
     assert np.median(np.abs(tpot_s / measured - 1)) < 0.08
+
+
+def test_predictions_know_what_was_compared_on_each_gpu(reference_data: Path) -> None:
+    runs = [run for run in read_serving_runs(reference_data).runs if run.engine == "vllm" and not run.queue_bound]
+    points = [(run.point.gpu.name, run.point) for run in runs if not unpredictable(run.point)]
+    loads = [(gpu, p.tp, p.input_tokens, p.output_tokens, p.concurrency) for gpu, p in points]
+    for row in read_latency_rows(reference_data):
+        tp = next(tp for name, tp in _LATENCY_TP.items() if row.name.startswith(name))
+        loads.append(("A10G", tp, row.input_tokens, row.output_tokens, row.concurrency))
+    assert {gpu for gpu, *_ in loads} == set(COMPARED)
+    for gpu, known in COMPARED.items():
+        tps, *lengths = (list(column) for column in zip(*(load[1:] for load in loads if load[0] == gpu), strict=True))
+        assert known.tps == tuple(tp for tp in sorted(set(tps)) if tps.count(tp) > 1)
+        ends = [(min(column), max(column)) for column in lengths]
+        assert ends == [known.input_tokens, known.output_tokens, known.concurrency]

@@ -76,6 +76,7 @@ def test_a_prediction_says_what_it_rests_on() -> None:
     known = prediction(point())
     assert known.extrapolated == ()
     assert not known.queue_bound
+    assert known.tpot is not None
     assert known.tpot.error.n > 100
     low, high = known.tpot.bounds(known.latencies.tpot_s)
     assert high is not None
@@ -85,6 +86,7 @@ def test_a_prediction_says_what_it_rests_on() -> None:
     assert "no serving runs on L40S" in far.extrapolated
     assert any("longer than the 131072" in reason for reason in far.extrapolated)
     assert any("2 concurrency" in reason for reason in far.extrapolated)
+    assert far.tpot is not None
     assert far.tpot.basis.startswith("no runs on L40S: the worst of other GPUs")
     assert far.tpot.error.p90_frac == max(bar.p90_frac for bar in load_errors().values() if bar.metric == "tpot_s")
     whole = prediction(point(gpu=load_gpus()["A10G"], tp=8))
@@ -92,6 +94,26 @@ def test_a_prediction_says_what_it_rests_on() -> None:
     assert any("only whole latencies were compared on A10G" in reason for reason in whole.extrapolated)
     mxfp4 = prediction(point(gpu=load_gpus()["A100-80"], tp=4))
     assert "no kernels of mxfp4 experts on A100-80" in mxfp4.extrapolated
+
+
+def test_a_prediction_beyond_what_was_compared_on_its_gpu_says_so() -> None:
+    mistral = point(shape=load_models()["llama-3.1-8b"], variant="bf16", gpu=load_gpus()["A10G"])
+    said = prediction(mistral).extrapolated
+    assert "TP 2, compared on A10G at 1, 4" in said
+    assert "1024 output tokens, compared at 6 to 102" in said
+    assert "16 concurrency, compared at 1 to 8" in said
+    assert prediction(replace(mistral, tp=4, output_tokens=100, concurrency=4)).extrapolated == said[:1]
+
+
+def test_one_output_token_has_no_time_per_further_token(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prediction(point(output_tokens=1)).tpot is None
+    asked = ["predict", "--model", "openai/gpt-oss-120b", "--gpu", "H100", "--tp", "2", "--output-tokens", "1"]
+    assert run([*asked, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ttft_s"] > 0
+    assert {document[f"tpot_{what}"] for what in ("s", "p90_range_s", "error")} == {None}
+    assert run(asked) == 0
+    assert "per further token" not in capsys.readouterr().out
 
 
 def test_errors_above_the_whole_have_no_upper_bound() -> None:
@@ -227,14 +249,16 @@ def test_the_command_says_the_same_for_people_and_machines(capsys: pytest.Captur
     assert document["ttft_s"] == expected.ttft_s
     assert document["tpot_s"] == expected.tpot_s
     assert document["kind"] == "predicted"
-    assert document["tpot_error"]["n"] == prediction(point()).tpot.error.n
+    known = prediction(point()).tpot
+    assert known is not None
+    assert document["tpot_error"]["n"] == known.error.n
     assert run([*asked, "--input-tokens", "100"]) == 0
     shown = capsys.readouterr().out
     assert "(predicted)" in shown
     assert "no high" not in shown
     assert run([*asked[:3], "--gpu", "B200"]) == 0
     assert "no high: errors there reach 100%" in capsys.readouterr().out
-    assert "extrapolated: 100 input tokens, compared at 1000 to 8192" in shown
+    assert "extrapolated: 100 input tokens, compared at 1024 to 8192" in shown
     assert run([*asked, "--input-tokens", "8192", "--output-tokens", "64", "--concurrency", "100"]) == 0
     assert "65 of 100 requests run at a time: the others wait" in capsys.readouterr().out
     assert run(["predict", "--model", "llama-3-70b", "--gpu", "L40S"]) == 3
