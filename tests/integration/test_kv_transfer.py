@@ -318,6 +318,19 @@ def test_a_fetch_that_cannot_be_planned_or_written_fails_and_others_go_on(tmp_pa
     assert here.holds()
 
 
+def test_an_address_that_nobody_can_connect_to_fails_its_fetch_alone(tmp_path):
+    keys = keys_of(tmp_path)
+    there, here = Worker(ALL, 8, computed=True), Worker(ALL, 8, computed=False)
+    with serving(keys, there) as (server, _), fetching(keys, here) as puller:
+        puller.tell("tcp://_:1", Renew(lease="1"))
+        puller.start(pull_of(here, whole("tcp://_:1"), request_id="nowhere"))
+        puller.start(pull_of(here, whole(server.place.address)))
+        errors = {one.request_id: one.error for one in ended(puller, 2)}
+    assert "tcp://_:1" in errors["nowhere"]
+    assert errors["request"] == ""
+    assert here.holds()
+
+
 def test_a_silent_producer_does_not_hold_up_the_others(tmp_path):
     keys, terms = keys_of(tmp_path), msgspec.structs.replace(TERMS, stall_s=15.0)
     here = Worker(ALL, 8, computed=False)

@@ -225,7 +225,12 @@ class BlockPuller:
             while job.again and job.again[0][0] <= now_s:
                 job.todo.appendleft(job.again.popleft()[1:])
             if job.todo and self._has_room(job.todo[0]):
-                self._get(job, *job.todo.popleft())
+                address, chunk = job.todo.popleft()
+                try:
+                    self._get(job, address, chunk)
+                except zmq.ZMQError as error:  # an address that is none here, or too many of them
+                    self._end(job.pull.request_id, f"{address} cannot be asked: {error}")
+                    continue
                 turn.append(job)
 
     def _has_room(self, wanted: tuple[str, Chunk]) -> bool:
@@ -239,11 +244,11 @@ class BlockPuller:
         )
 
     def _get(self, job: _Job, address: str, chunk: Chunk) -> None:
-        ticket = next(self._tickets)
+        peer, ticket = self._peer(address), next(self._tickets)
         self._say(address, Get(ticket=ticket, lease=job.pull.lease, chunk=chunk))
         self._asked[ticket] = (job, address, chunk)
         job.asked.add(ticket)
-        size_bytes, peer = chunk.size_bytes(self._shape), self._peers[address]
+        size_bytes = chunk.size_bytes(self._shape)
         if not peer.asked_bytes:
             peer.heard_s = self._clock()  # before, it had nothing to say
         peer.asked_bytes += size_bytes
@@ -251,14 +256,17 @@ class BlockPuller:
         self.peak_bytes = max(self.peak_bytes, self._asked_bytes)
 
     def _say(self, address: str, message: Any) -> None:  # noqa: ANN401 - a question of the protocol
-        peer = self._peers.get(address)
-        if peer is None:
-            peer = self._peers[address] = self._connect(address)
-        peer.used_s = self._clock()
         try:
+            peer = self._peer(address)
+            peer.used_s = self._clock()
             peer.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError:  # as if it were lost on the way
             logger.debug("KV transfer: %s takes no messages", address)
+
+    def _peer(self, address: str) -> _Peer:
+        if address not in self._peers:
+            self._peers[address] = self._connect(address)
+        return self._peers[address]
 
     def _connect(self, address: str) -> _Peer:
         socket = self._context.socket(zmq.DEALER)
@@ -269,7 +277,11 @@ class BlockPuller:
         socket.connect_timeout = socket.handshake_ivl = int(1000 * self._terms.stall_s)
         self._keys.fetch(socket)
         monitor = socket.get_monitor_socket(_LOST)
-        socket.connect(address)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            _close(socket, monitor)
+            raise
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         return _Peer(socket=socket, monitor=monitor, heard_s=self._clock(), used_s=self._clock())
@@ -364,7 +376,11 @@ class BlockPuller:
     def _drop(self, address: str, peer: _Peer) -> None:
         self._poller.unregister(peer.socket)
         self._poller.unregister(peer.monitor)
-        peer.socket.disable_monitor()
-        peer.monitor.close()
-        peer.socket.close()
+        _close(peer.socket, peer.monitor)
         del self._peers[address]
+
+
+def _close(socket: Any, monitor: Any) -> None:  # noqa: ANN401 - sockets, as in `_Peer`
+    socket.disable_monitor()
+    monitor.close()
+    socket.close()
