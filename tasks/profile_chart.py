@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 from coral_core.domain.workload import Phase
 from coral_core.perf.profile import Profile, ProfilePoint
 from coral_core.report.line_chart import Panel, Series, line_chart
@@ -12,14 +14,17 @@ _AXES = {Phase.PREFILL: ("prefill", "prompt tokens in the step"), Phase.DECODE: 
 
 def profile_chart(profile: Profile) -> str:
     """Milliseconds of a layer: prefill against the step's prompt tokens, decode against its requests, a line for each TP and length."""
-    panels = []
+    panels: list[Panel] = []
+    styles = count()  # over both panels: they share the legend
     for phase, (title, x_label) in _AXES.items():
         lines: dict[str, list[tuple[float, float]]] = {}
-        for point in profile.points:
+        for point in sorted(profile.points, key=lambda one: (one.tp, one.requests, one.tokens)):
             if point.phase is phase:
                 lines.setdefault(_name(point), []).append((_size(point), point.layer_s / MS))
         if lines:
-            series = tuple(Series(name=name, points=tuple(sorted(points))) for name, points in sorted(lines.items()))
+            series = tuple(
+                Series(name=name, points=tuple(sorted(points)), style=next(styles)) for name, points in lines.items()
+            )
             panels.append(Panel(title=title, x_label=x_label, y_label="ms per layer", series=series))
     key = profile.key
     return line_chart(

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from coral_core.errors import InputError
 from coral_core.report.figures import figure
-from coral_core.report.palette import CHART_CSS, DASHES, STYLES, line_sample, marker, theme_css
+from coral_core.report.palette import CHART_CSS, DASHES, STYLES, line_sample, marker, theme_css, turned
 from coral_core.report.scales import linear_ticks, log_ticks, scale, shortened, tick_text
 
 WIDTH, HEIGHT = 380, 260
@@ -135,7 +135,7 @@ def panel_words(panel: Panel) -> str:
 
 def _style(panel: Panel, index: int) -> int:
     style = panel.series[index].style
-    return (index if style is None else style) % STYLES
+    return index if style is None else style
 
 
 def _panel(panel: Panel, *, has_title: bool = True) -> str:
@@ -207,7 +207,7 @@ def _line(panel: Panel, index: int, x_of: Callable[[float], float], y_of: Callab
             path.append(f"{'L' if is_pen_down else 'M'}{x_of(x):.1f} {y_of(y):.1f}")
         is_pen_down = y is not None
     parts = [
-        f'<path class="line" stroke="currentColor" stroke-dasharray="{DASHES[style]}" d="{"".join(path)}"/>',
+        f'<path class="line" stroke="currentColor" stroke-dasharray="{DASHES[turned(style)]}" d="{"".join(path)}"/>',
     ]
     known = [(x, y) for x, y in series.points if y is not None]
     # Markers of lines that lie on each other are set off against each other.
@@ -215,7 +215,7 @@ def _line(panel: Panel, index: int, x_of: Callable[[float], float], y_of: Callab
     for x, y in known[index % every :: every]:
         told = f"{series.name}, {panel.x_label} {tick_text(x)}: {figure(y)} {panel.y_label}"
         parts.append(marker(style, x_of(x), y_of(y), "" if panel.is_brief else escape(told)))
-    return f'<g class="s{style}">{"".join(parts)}</g>'
+    return f'<g class="s{style % STYLES}">{"".join(parts)}</g>'
 
 
 def _guide(guide: Guide, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:

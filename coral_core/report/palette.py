@@ -51,6 +51,7 @@ NOT_WRITTEN: Final = (*GROUNDS, "grid", "land")
 """Grounds, and lines that only guide the eye: nothing can be read from them that is not written beside them."""
 
 STYLES: Final = 8
+"""Colours; further styles have them again, with other dashes and markers (`turned`)."""
 DASHES: Final = ("", "7 4", "2 3", "9 3 2 3", "5 2", "12 4", "2 2 6 2", "1 4")
 MARKERS: Final = ("circle", "square", "triangle", "diamond", "ring", "frame", "down", "cross")
 
@@ -79,9 +80,14 @@ svg .guide { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 4 3; } svg
 """What shapes of a chart look like; a shape of style i has the class s<i> and draws in currentColor."""
 
 
+def turned(style: int) -> int:
+    """Which dashes and marker a style has: with its colour they are no other's among the first STYLES x STYLES."""
+    return (style + style // STYLES) % STYLES
+
+
 def marker(style: int, x: float, y: float, tooltip: str = "") -> str:
     """The marker of a style around a point, in the current colour; `tooltip` is markup already."""
-    shape, r = MARKERS[style % STYLES], 3.6
+    shape, r = MARKERS[turned(style)], 3.6
     at = f'cx="{x:.1f}" cy="{y:.1f}"'
     match shape:
         case "circle":
@@ -115,6 +121,6 @@ def line_sample(style: int) -> str:
     """A short line of a style with its marker, for legends: a whole SVG, hidden from who does not see it."""
     return (
         f'<svg class="s{style % STYLES}" width="36" height="12" viewBox="0 0 36 12" aria-hidden="true">'
-        f'<path d="M1 6h34" stroke="currentColor" stroke-width="2" stroke-dasharray="{DASHES[style % STYLES]}"/>'
+        f'<path d="M1 6h34" stroke="currentColor" stroke-width="2" stroke-dasharray="{DASHES[turned(style)]}"/>'
         f"{marker(style, 18, 6)}</svg>"
     )

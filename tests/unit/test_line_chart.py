@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from datetime import date
 from xml.etree import ElementTree as ET
 
 import pytest
 
+from coral_core.domain.workload import Phase
 from coral_core.errors import InputError
+from coral_core.perf.profile import Profile, ProfileKey, ProfilePoint
 from coral_core.report.line_chart import Guide, Panel, Series, line_chart, panel_svg, panel_words
 from coral_core.report.palette import DASHES
 from coral_core.report.scales import linear_ticks, shortened
+from tasks.profile_chart import profile_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -169,3 +173,19 @@ def test_long_names_keep_both_ends():
 def test_what_cannot_be_drawn_is_refused(panels):
     with pytest.raises(InputError, match="draw"):
         line_chart("t", panels, columns=1, description="d")
+
+
+def test_a_profiles_chart_has_no_two_lines_of_one_look():
+    points = [
+        ProfilePoint(phase=phase, tp=tp, requests=requests, tokens=128.0 * requests, layer_s=1e-3)
+        for phase in (Phase.PREFILL, Phase.DECODE)
+        for tp in (1, 2)
+        for requests in (1.0, 2.0, 4.0, 8.0, 16.0)
+    ]
+    key = ProfileKey(model="m", variant="bf16", config="c", engine="vllm", version="1")
+    profile = Profile(key=key, points=tuple(points), source="s", as_of=date(2026, 11, 1))
+    root = ET.fromstring(profile_chart(profile))
+    legend = [
+        ET.tostring(item.find(f"{SVG}svg")) for item in root.iter(f"{SVG}g") if item.find(f"{SVG}svg") is not None
+    ]
+    assert len(set(legend)) == len(legend) == 20
