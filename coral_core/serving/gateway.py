@@ -146,13 +146,15 @@ class Gateway:
             raise RefusedError(f"{path[:100]} takes {wanted}", status=405, code="method_not_allowed")
         if path == "/health":
             state = b'{"status":"draining"}' if self.draining else b'{"status":"ok"}'
-            await answer(exchange.send, 503 if self.draining else 200, state)
+            await answer(exchange.send, 503 if self.draining else 200, state, [JSON, *exchange.headers])
             return
         limiter = self.keys.limiter(header(scope, b"authorization"))
         if path == "/metrics":
-            await answer(exchange.send, 200, self.metrics.text(), [(b"content-type", CONTENT_TYPE.encode())])
+            kind = (b"content-type", CONTENT_TYPE.encode())
+            await answer(exchange.send, 200, self.metrics.text(), [kind, *exchange.headers])
         elif method == "GET":
-            await answer(exchange.send, 200, self._models(path.removeprefix("/v1/models").removeprefix("/")))
+            models = self._models(path.removeprefix("/v1/models").removeprefix("/"))
+            await answer(exchange.send, 200, models, [JSON, *exchange.headers])
         else:
             if self.draining or self.running >= self.terms.max_requests:
                 why = "shuts down" if self.draining else f"has {self.running} requests running, as many as it may"
@@ -229,6 +231,8 @@ class Gateway:
 
         def hurry() -> None:
             nonlocal stall_s, renew_at_s
+            if limit.expired():  # at this moment: its task has not seen it yet
+                return
             stall_s = min(stall_s, self.terms.gone_stall_s)
             renew_at_s = -math.inf
             limit.reschedule(min(limit.when() or math.inf, time_s() + stall_s))

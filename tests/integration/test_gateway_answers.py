@@ -316,6 +316,32 @@ def test_a_stream_from_an_engine_that_is_gone_is_not_waited_for_as_long():
     asyncio.run(go())
 
 
+def test_an_engine_that_is_gone_at_the_moment_in_which_its_stream_is_over_its_time_is_no_bug():
+    async def go():
+        async with gateway_case(stall_s=30.0) as case:
+            case.gateway.patience.end()
+            case.engines["a"].tell(Way.STALLS, after=1)
+            asked = asyncio.create_task(case.events(chat()))
+            (member,) = case.gateway.table.members
+            await coming(lambda: member.on_gone)
+            limit = min(case.gateway.patience._limits, key=lambda one: one.when())
+            seen = []
+
+            def gone():
+                seen.append(limit.expired())
+                case.gateway.table.report("a", ready=False, failed="gone")
+                seen.append("told")
+
+            loop = asyncio.get_running_loop()
+            limit.reschedule(loop.time())
+            loop.call_at(loop.time() + 0.001, gone)
+            time.sleep(0.002)  # noqa: ASYNC251 - both are due at once then, in this order
+            assert (await asked)[-1]["error"]["code"] == "engine_failed"
+            assert seen == [True, "told"]
+
+    asyncio.run(go())
+
+
 def test_an_address_where_nobody_listens_is_closed_at_once():
     async def go():
         async with gateway_case(TWO) as case:

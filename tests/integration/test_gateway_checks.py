@@ -104,8 +104,8 @@ def test_paths_methods_models_and_health():
                 ("GET", "/v1/../admin", 404),
             ]
             for method, path, status in asked:
-                async with case.session.request(method, case.url + path) as response:
-                    assert response.status == status, path
+                async with case.session.request(method, case.url + path, headers={"X-Request-Id": "r.1"}) as response:
+                    assert (response.status, response.headers["X-Request-Id"]) == (status, "r.1"), path
             async with case.session.get(case.url + "/v1/models") as response:
                 assert [one["id"] for one in (await response.json())["data"]] == ["tiny"]
             case.gateway.draining = True
