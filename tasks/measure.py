@@ -260,6 +260,11 @@ class Published:
     profile: Profile
     refused: Mapping[Shot, str]
 
+    @property
+    def lacks(self) -> int:
+        """How many kinds of step of the sweep are not in the profile."""
+        return len({(shot.tp, shot.phase, shot.requests, shot.tokens) for shot in self.refused})
+
 
 def publish(measurement: Measurement, store: Store, *, now: datetime, source: str) -> Published:
     """Fit, check and store the profile. Raises MeasurementError where too little was clean, or times cannot be true."""

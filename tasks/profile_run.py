@@ -187,7 +187,8 @@ class ProfileRun:
                 config = subject.key.config
                 try:
                     published[config] = self._profiled(subject, rental, began_s)
-                    self.on_step(f"{config}: published as {published[config].key}")
+                    lacks = published[config].lacks
+                    self.on_step(f"{config}: published as {published[config].key}, {lacks} kinds of step refused")
                 except CoralError as error:  # what the others can still have is not lost
                     unfinished[config] = str(error)
                     self.on_step(f"{config}: {error}")

@@ -90,12 +90,15 @@ def run(
     except ModuleNotFoundError as error:
         raise flows_extra_missing(error) from None
     ended = profile_gpus(params)
-    document = {"published": ended.keys, "unfinished": ended.unfinished, "spent_usd": ended.spent_usd}
+    document = {"published": ended.keys, "refused": ended.refused, "unfinished": ended.unfinished}
+    document["spent_usd"] = ended.spent_usd
     if as_json:
         print_json(document)
     else:
         for name, key in ended.keys.items():
             print_text(f"{name}: measured, stored as {key}")
+            if refused := ended.refused[name]:
+                print_note(f"{name}: {refused} kinds of step are not in it: noisy, or more than the engine takes")
         for name, why in ended.unfinished.items():
             print_note(f"{name}: no profile: {why}")
     return MeasurementError.exit_code if ended.unfinished else 0

@@ -10,6 +10,7 @@ import pytest
 from coral_core.cli.entry import run
 from coral_core.errors import StoreUnreachableError
 from coral_core.perf.profile import Profile
+from flows.profile_gpus import Profiled
 
 CSV = """phase,tp,requests,tokens,layer_ms,fixed_ms,cv_frac
 prefill,1,1,500,25,1,0.01
@@ -55,6 +56,23 @@ def test_import_show_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "estimates (predicted) against" in capsys.readouterr().out
     assert run(["profile", "show", "profiles/none", *url]) == 2
     assert "unknown profile 'profiles/none'" in capsys.readouterr().err
+
+
+def test_a_run_says_what_its_profile_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = Profiled(
+        keys={"a": "profiles/a", "b": "profiles/b"}, refused={"a": 7, "b": 0}, unfinished={}, spent_usd=1.0
+    )
+    monkeypatch.setattr("flows.profile_gpus.profile_gpus", lambda _: ended)
+    asked = ["profile", "run", "--model", "tiny-chat", "--config", "a", "--engine-file", str(tmp_path / "engine.yaml")]
+    assert run(asked) == 0
+    said = capsys.readouterr()
+    assert "b: measured, stored as profiles/b" in said.out
+    assert "a: 7 kinds of step are not in it" in said.err
+    assert "b: 0" not in said.err
+    assert run([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["refused"] == {"a": 7, "b": 0}
 
 
 def test_what_is_not_in_a_table_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,7 @@ def test_noise_is_measured_again_and_then_refused_not_averaged(store, clock):
     assert once in work.measurement.times
     found = publish(work.measurement, store, now=clock.now(), source="a test")
     assert "coefficient of variation" in found.refused[always]
+    assert found.lacks == 1
     assert len(found.profile.points) == 5
     assert always not in kept_times(store, KEY, [always])
     assert refused_rows(found.refused)[0]["step"] == "tp1-layers4-decode-4x64"
