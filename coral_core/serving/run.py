@@ -56,14 +56,17 @@ def new_gateway(plan: GatewayPlan, session: aiohttp.ClientSession, clock: Clock)
 
 
 async def probe_all(gateway: Gateway) -> None:
-    """Ask every engine once whether it answers and serves its model."""
+    """Ask every engine once whether it answers and serves its model.
+
+    But those that are given up for good: their nodes may be gone, and nobody is to wait for what never answers.
+    """
     timeout_s = gateway.terms.probe_timeout_s
 
     async def probe(member: Member) -> None:
         answers = await lists_model(gateway.session, member.spec.url, member.spec.model, timeout_s=timeout_s)
         gateway.table.probed(member, answers=answers, now_s=gateway.clock.monotonic_s())
 
-    await asyncio.gather(*map(probe, gateway.table.members))
+    await asyncio.gather(*(probe(member) for member in gateway.table.members if not member.failed))
 
 
 async def serve(

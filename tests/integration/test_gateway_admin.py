@@ -16,6 +16,7 @@ from coral_core.domain.hardware import Market
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError, ServingError, StoreError
 from coral_core.serving.admin import Admin
+from coral_core.serving.run import probe_all
 from tasks.gateway_engine import GatewayEngine
 from tests.fakes.fake_engine import Way, fake_engine
 from tests.fakes.gateway_case import CHAT, MODEL, TOKEN, chat, events_in, gateway_case, spoken
@@ -73,6 +74,25 @@ def test_an_instance_drains_while_a_stream_ends_in_peace():
             for _ in range(2):
                 assert (await case.post(chat()))[0] == 200
             assert len(case.engines[old].asked) == 2
+
+    asyncio.run(go())
+
+
+def test_nobody_waits_for_the_probe_of_one_that_is_given_up():
+    """Its node is gone: nothing there says no, for as long as its instance is remembered."""
+
+    async def go():
+        async with gateway_case(TWO, probe_timeout_s=PATIENT_S) as case:
+            silent = await asyncio.start_server(lambda *_: asyncio.sleep(PATIENT_S), "127.0.0.1", 0)
+            port = silent.sockets[0].getsockname()[1]
+            at = {"model": MODEL, "phase": "aggregated", "url": f"http://127.0.0.1:{port}", "weight": 1.0}
+            assert (await case.admin("PUT", "/instances/lost", at))[0] == 200
+            said = {"ready": False, "failed": "its agent has not been heard of for 10 s"}
+            assert (await case.admin("PUT", "/instances/lost/readiness", said))[0] == 200
+            case.engines["a"].healthy = False
+            await asyncio.wait_for(probe_all(case.gateway), PATIENT_S / 2)
+            assert [one.answers for one in case.gateway.table.members] == [False, True, False]
+            silent.close()
 
     asyncio.run(go())
 
