@@ -15,7 +15,7 @@ import pytest
 
 from coral_core.clock import SystemClock
 from coral_core.domain.launch import LaunchPlan, NodeLaunch, Runtime
-from coral_core.errors import InputError, ServingError
+from coral_core.errors import InputError, ServingError, StoreUnreachableError
 from coral_core.serving.control.agent import AgentTerms, Ending, attend
 from coral_core.serving.control.coordinator import CoordinatorPlan, coordinate
 from coral_core.serving.control.curve import AllowedKeys, KeyPair, read_private, write_allowed, write_private
@@ -136,6 +136,8 @@ async def begin(case: Control, port: int = 0) -> tuple[asyncio.Task, str]:
     def launch(question: AskPlan) -> LaunchPlan:
         if question.template_id == "bug":
             raise ZeroDivisionError
+        if question.template_id == "away" and case.told().count("note") < 2:  # the first is of the start
+            raise StoreUnreachableError("the store cannot be reached")
         nodes = tuple(
             NodeLaunch(node=place.node, argv=("serve",), env={}, ports=(), serves=place.node == "0")
             for place in question.places
@@ -323,6 +325,19 @@ def test_what_cannot_be_started_or_is_not_served_is_told(tmp_path):
             assert "unknown model" in why
             for one in (broken, other):
                 await one.end()
+
+    asyncio.run(go())
+
+
+def test_an_instance_waits_for_a_store_that_is_away_for_a_moment(tmp_path):
+    async def go():
+        async with control(tmp_path) as case:
+            one = attended(case, hello("waits", tags=replace(hello("waits").tags, template_id="away")))
+            await coming(lambda: case.stage("waits") == "ready")
+            [_, why] = [facts["reason"] for event, facts in case.events if event == "note"]
+            assert "cannot be reached" in why
+            assert "failed" not in case.told()
+            await one.end()
 
     asyncio.run(go())
 

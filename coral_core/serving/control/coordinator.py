@@ -16,7 +16,7 @@ import aiohttp
 
 from coral_core.clock import Clock
 from coral_core.domain.launch import LaunchPlan
-from coral_core.errors import CoralError, ServingError
+from coral_core.errors import CoralError, ServingError, StoreUnreachableError
 from coral_core.serving.control.curve import AllowedKeys, KeyPair
 from coral_core.serving.control.gateway_calls import gateway_calls
 from coral_core.serving.control.gateway_side import GatewaySide, RejectedError
@@ -55,6 +55,7 @@ _WRITE_S: Final = 2.0
 class CoordinatorPlan:
     """All that a coordinator is made of. `launch` says what an instance's nodes shall run, or raises CoralError.
 
+    StoreUnreachableError: it cannot say now; any other one fails the instance.
     `gateway_url` empty: nobody routes requests to its instances.
     """
 
@@ -193,6 +194,10 @@ class _Coordinator:
         found: LaunchPlan | str
         try:
             found = await asyncio.to_thread(self.plan.launch, question)
+        except StoreUnreachableError as error:  # asked again in a while, as whatever was not answered
+            text = f"{question.instance_id}: no launch plan yet: {error}"
+            self.say("note", text, instance=question.instance_id, reason=str(error))
+            return
         except CoralError as error:
             found = str(error)
         except Exception as error:  # noqa: BLE001 - logged whole; the instance fails with it, the others do not
