@@ -368,7 +368,7 @@ def _port_is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("", port))  # as an engine tries it: one that listens on another address is in its way
         except OSError:
             return False
     return True

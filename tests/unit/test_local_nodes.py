@@ -102,9 +102,10 @@ def test_what_is_lacking_is_named(tmp_path, changes, lacking):
         assert state(nodes) == []
 
 
-def test_ports_that_somebody_listens_on_are_left_out(tmp_path):
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", ""])
+def test_ports_that_somebody_listens_on_are_left_out(tmp_path, address):
     with socket.socket() as other, LocalNodes(tmp_path) as nodes:
-        other.bind(("127.0.0.1", FIRST_PORT + 3))
+        other.bind((address, FIRST_PORT + 3))
         other.listen()
         assert record(nodes, start(nodes))["first_port"] == FIRST_PORT + 16
 
