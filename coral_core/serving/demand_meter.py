@@ -14,6 +14,8 @@ from coral_core.forecast import DemandSample
 DemandSink = Callable[[Sequence[DemandSample]], object]
 """Takes samples to where the planner reads them; may be given the same ones again after a failure."""
 MOST_KEPT_S: Final = 86_400.0
+_MOST_SET_FRAC: Final = 0.05
+"""Of a stretch: by so much the clock may have been set in it, and its rate is still told."""
 _log = logging.getLogger(__name__)
 
 
@@ -33,11 +35,12 @@ class DemandMeter:
     clock: Clock
     _counts: dict[str, _Count] = field(init=False)
     _since_s: float = field(init=False)
+    _since_monotonic_s: float = field(init=False)
     _untold: list[DemandSample] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self._counts = {model: _Count() for model in self.models}
-        self._since_s = self.clock.now().timestamp()
+        self._since_s, self._since_monotonic_s = self._times_s()
 
     def asked(self, model: str) -> None:
         """A valid request has arrived."""
@@ -51,13 +54,13 @@ class DemandMeter:
         count.output_tokens += output_tokens
 
     def cut(self) -> list[DemandSample]:
-        """One sample per model for the time since the last cut, of rate 0 too; none where the clock did not go on."""
-        now_s = self.clock.now().timestamp()
-        duration_s = now_s - self._since_s
+        """One sample per model for the time since the last cut, of rate 0 too; none where no time has passed or the clock was set."""
+        now_s, monotonic_s = self._times_s()
+        duration_s, lasted_s = now_s - self._since_s, monotonic_s - self._since_monotonic_s
         counts, self._counts = self._counts, {model: _Count() for model in self._counts}
-        self._since_s = now_s
-        if not 0 < duration_s <= MOST_KEPT_S:
-            _log.warning("the clock was set by more than a measurement lasts: this stretch of demand is not known")
+        self._since_s, self._since_monotonic_s = now_s, monotonic_s
+        if not 0 < duration_s <= MOST_KEPT_S or abs(duration_s - lasted_s) > _MOST_SET_FRAC * lasted_s:
+            _log.warning("the clock was set, or too much time has passed: this stretch of demand is not known")
             return []
         return [
             DemandSample(
@@ -88,3 +91,6 @@ class DemandMeter:
             return
         told = set(samples)
         self._untold = [sample for sample in self._untold if sample not in told]
+
+    def _times_s(self) -> tuple[float, float]:
+        return self.clock.now().timestamp(), self.clock.monotonic_s()

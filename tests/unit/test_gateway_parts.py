@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 import pytest
@@ -255,6 +255,19 @@ def test_what_could_not_be_told_is_told_later_and_nothing_twice_after_that(caplo
         samples = meter.take_untold()
     assert [sample.time_s for sample in samples] == sorted(sample.time_s for sample in samples)
     assert samples[-1].time_s - samples[0].time_s <= 86_400
+
+
+@pytest.mark.parametrize("set_by_s", [3600.0, 6.0, -6.0, -59.9, -3600.0])
+def test_a_clock_that_is_set_makes_no_demand_of_it(set_by_s):
+    """An hour's jump would be an hour without requests, and one back by almost a minute a flood of them."""
+    clock = ManualClock(start=START)
+    meter = DemandMeter(models=["m"], clock=clock)
+    for jump_s, told in ((set_by_s, []), (0.01, [1.0]), (0.0, [1.0])):
+        for _ in range(60):
+            meter.asked("m")
+        clock.advance(60.0)
+        clock.start += timedelta(seconds=jump_s)
+        assert [sample.requests_per_s for sample in meter.cut()] == pytest.approx(told, rel=1e-3)
 
 
 def test_no_demand_is_told_where_no_time_has_passed():
