@@ -52,6 +52,7 @@ class GatewayMetrics:
     """Counts and times of requests, in a registry of its own."""
 
     def __init__(self, table: RoutingTable) -> None:
+        self._table = table
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(_Now(table))
         self._requests = self._counter("requests", "Requests answered, by status; cut: broken off.", "model", "status")
@@ -67,12 +68,15 @@ class GatewayMetrics:
 
     def first_token(self, model: str, instance: str, duration_s: float) -> None:
         """A stream has begun."""
-        self._ttft.labels(model, instance).observe(duration_s)
+        if self._table.find(instance):
+            self._ttft.labels(model, instance).observe(duration_s)
 
     def finished(
         self, model: str, instance: str, input_tokens: int, output_tokens: int, decode_s: float | None
     ) -> None:
         """An answer is complete; `decode_s` from its first event to its last, where it was a stream."""
+        if not self._table.find(instance):
+            return
         self._tokens.labels(model, instance, "input").inc(input_tokens)
         self._tokens.labels(model, instance, "output").inc(output_tokens)
         if decode_s is not None and output_tokens > 1:
@@ -84,10 +88,11 @@ class GatewayMetrics:
 
     def failed(self, instance: str, cause: str) -> None:
         """An instance has failed a request."""
-        self._failures.labels(instance, cause).inc()
+        if self._table.find(instance):
+            self._failures.labels(instance, cause).inc()
 
     def forget(self, instance: str) -> None:
-        """An instance is gone for good: its series end."""
+        """An instance is gone for good: its series end, also where requests of it still run."""
         for metric in (self._failures, self._tokens, self._ttft, self._tpot):
             metric.remove_by_labels({"instance": instance})
 

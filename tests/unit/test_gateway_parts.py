@@ -369,6 +369,9 @@ def test_metrics_end_with_the_instance():
     assert 'coral_gateway_time_per_output_token_seconds_count{instance="a",model="m"} 1.0' in text
     table.remove("a")
     metrics.forget("a")
+    metrics.first_token("m", "a", 0.1)  # what ran there on ends
+    metrics.finished("m", "a", 10, 5, 2.0)
+    metrics.failed("a", "reset")
     assert 'instance="a"' not in metrics.text().decode()
 
 
