@@ -121,7 +121,7 @@ class StageNode:
         self._link.send("reply", self._ranks.run("call", method, args, kwargs))
 
     def _on_cache(self, engine: KVCacheConfig) -> None:
-        own = self._ranks.lead.cache_config(engine)
+        own = self._ranks.run("cache_config", engine)
         self._ranks.run("make_cache", own)
         self._link.send("reply", own.num_blocks)
 

@@ -6,13 +6,16 @@ Tensor parallelism is inside the node: the leader (rank 0) hands every command o
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import pickle
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -30,6 +33,10 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerWrapperBase
 from coral_core.engine.plugin.on_cpu import end_with_parent, wait_patiently
 from coral_core.engine.plugin.stage_layout import Node
 from coral_core.engine.plugin.stage_wire import Tensors
+
+logger = logging.getLogger("vllm.coral.stage")
+_LAST_WORDS_S: Final = 2.0
+"""For a leader that fails of the same, and can say of what."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +110,11 @@ class Rank:
         return run_method(self._wrapper, method, args, kwargs)
 
     def cache_config(self, engine: KVCacheConfig) -> KVCacheConfig:
-        """The node's own KV cache: as the engine's, with as many blocks as its memory holds."""
-        config = self._config
+        """The node's own KV cache: as the engine's, with as many blocks as the memory of each of its ranks holds."""
         specs = [self.call("get_kv_cache_spec", (), {})]
-        (own,) = get_kv_cache_configs(config, specs, [self.call("determine_available_memory", (), {})])
+        # vLLM measures in a forward pass: ranks exchange tensors in it.
+        available = min(self._gathered(self.call("determine_available_memory", (), {})))
+        (own,) = get_kv_cache_configs(self._config, specs, [available])
         for name in ("kv_cache_layout", "hash_block_size", "cache_hit_alignment_tokens"):
             setattr(own, name, getattr(engine, name))
         return own
@@ -202,7 +210,16 @@ def _follower(config: VllmConfig, seat: Seat, rank: int) -> subprocess.Popen[byt
     assert process.stdin is not None
     pickle.dump((config, own), process.stdin)
     process.stdin.close()
+    threading.Thread(target=end_after, args=(process, rank), name=f"coral-stage-rank-{rank}", daemon=True).start()
     return process
+
+
+def end_after(process: subprocess.Popen[bytes], rank: int) -> None:
+    """End this process soon after that of another rank: nothing else tells a leader that waits for it inside a collective."""
+    code = process.wait()
+    time.sleep(_LAST_WORDS_S)
+    logger.error("rank %d of this node ended with code %d: so does the node", rank, code)
+    os._exit(1)
 
 
 def make_receiving_buffer(runner: GPUModelRunner) -> None:
