@@ -38,6 +38,8 @@ START_SILENCE_S: Final = 120.0
 _BEATS: Final = b"~"
 """Before a node's name: who only says that the node lives."""
 _TICK_MS: Final = 100
+_KEEP_ALIVE_S: Final = 30
+"""After so long without a message the kernel speaks: firewalls between clouds forget connections that say nothing for minutes."""
 _DTYPES: Final = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 Message: TypeAlias = tuple[Any, ...]
@@ -92,6 +94,7 @@ class Wire:
         socket.ipv6 = "[" in where
         socket.linger = 0
         socket.set_hwm(0)  # bounded by the requests in flight
+        socket.tcp_keepalive, socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl = 1, _KEEP_ALIVE_S, _KEEP_ALIVE_S
         return socket
 
     @staticmethod
@@ -143,7 +146,7 @@ class Hub:
 
     def close(self) -> None:
         """Tell the nodes to end, and stop reading."""
-        for node in self._heard:
+        for node in list(self._heard):
             self.send(node, "stop")
         self._closing.set()
         self._thread.join(timeout=5.0)
@@ -180,7 +183,7 @@ class Hub:
         self._router.close()
 
     def _take(self, identity: bytes, payload: bytes) -> None:
-        node = identity.removeprefix(_BEATS).decode()
+        node = identity.removeprefix(_BEATS).decode(errors="replace")  # ZeroMQ makes up names of any bytes
         if node in self._lost or node not in self._expected:
             return
         self._heard[node] = self._listened_s()
