@@ -26,7 +26,7 @@ from vllm.config import KVTransferConfig
 from coral_core.engine.plugin import stage_wire
 from coral_core.engine.plugin.on_cpu import end_with_parent
 from coral_core.engine.plugin.stage_wire import Hub, Inbox, Link, Outbox, Wire, keys_for, wait_for
-from tests.fakes import stage_pace, stage_pause
+from tests.fakes import stage_pace, stage_parts, stage_pause
 from tests.fakes.stage_engine import (
     LAYOUTS,
     REQUESTS,
@@ -303,6 +303,7 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     "two-gpus": two_gpus,
     "refusals": refusals,
     "stranger": stranger,
+    "parts": stage_parts.parts,
     "internals": internals,
 }
 

@@ -20,6 +20,7 @@ LAYOUTS = ("1x2", "2-1", "2-3", "1-2-1", "uneven")
 SCENARIOS = (
     "internals",
     "stranger",
+    "parts",
     "refusals",
     "plain",
     *LAYOUTS,
@@ -181,6 +182,10 @@ def test_a_killed_node_fails_its_requests_alone_and_a_stage_without_nodes_fails_
 def test_only_members_of_the_fleet_reach_an_engine(results):
     assert results["stranger"]["heard"] == {"none": False, "other": False, "own": True}
     assert results["stranger"]["rows_from"] == ["own"]
+
+
+def test_parts_bear_lost_nodes_ended_ranks_and_strangers(results):
+    assert results["parts"]["wrong"] == {}
 
 
 def test_a_node_whose_engine_is_gone_ends_itself(results):

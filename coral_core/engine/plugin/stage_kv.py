@@ -63,16 +63,24 @@ def joined(one: StepMetadata | None, other: StepMetadata) -> StepMetadata:
 
 
 class TransferCount:
-    """Who has not yet said of which transfers that they ended; `holders`: the nodes on which a request has blocks."""
+    """Who has not yet said of which transfers that they ended; `holders`: the living nodes on which a request has blocks."""
 
     def __init__(self, layout: Layout, holders: Callable[[str], Iterable[str]]) -> None:
         self._ranks = {node.name: node.tp for node in layout.nodes}
         self._holders = holders
-        self._lost: set[str] = set()
+        self._sending: set[str] = set()
+        self._receiving: set[str] = set()
         self._sent: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self._received: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self._failed: set[str] = set()
         self._counted = TransferCounts()
+        self._changed = False
+
+    def begin(self, step: StepMetadata) -> None:
+        """The transfers of a step: of these alone the end is told, once, also where nobody lives who could say it."""
+        self._sending |= step.grants.keys()
+        self._receiving |= step.fetches.keys()
+        self._changed = True
 
     def take(self, node: str, outputs: Iterable[KVConnectorOutput]) -> None:
         """What the ranks of a node say."""
@@ -83,16 +91,18 @@ class TransferCount:
             self._failed |= output.failed_recving
             if output.kv_connector_stats:
                 self._counted.aggregate(output.kv_connector_stats)
+        self._changed = True
 
-    def lose(self, node: str, sending: Iterable[str]) -> None:
-        """The node says no more; `sending`: requests whose blocks it kept for others."""
-        self._lost.add(node)
-        for request_id in sending:
-            self._sent[request_id][node] = self._ranks[node]
+    def lose(self) -> None:
+        """A holder says no more."""
+        self._changed = True
 
     def ended(self) -> KVConnectorOutput | None:
         """The transfers that have ended since the last call."""
-        sent, received = self._complete(self._sent), self._complete(self._received)
+        if not self._changed:
+            return None
+        self._changed = False
+        sent, received = self._complete(self._sending, self._sent), self._complete(self._receiving, self._received)
         if not sent and not received:
             return None
         failed = received & self._failed
@@ -102,12 +112,13 @@ class TransferCount:
             finished_sending=sent, finished_recving=received, failed_recving=failed, kv_connector_stats=counted
         )
 
-    def _complete(self, counts: dict[str, dict[str, int]]) -> set[str]:
+    def _complete(self, running: set[str], counts: dict[str, dict[str, int]]) -> set[str]:
         done = {
             request_id
-            for request_id, said in counts.items()
-            if all(said[node] >= self._ranks[node] for node in self._holders(request_id) if node not in self._lost)
+            for request_id in running
+            if all(counts[request_id][node] >= self._ranks[node] for node in self._holders(request_id))
         }
+        running -= done
         for request_id in done:
-            del counts[request_id]
+            counts.pop(request_id, None)
         return done

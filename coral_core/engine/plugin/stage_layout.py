@@ -220,10 +220,6 @@ class BlockPools:
         """The nodes on which the request has blocks."""
         return [node for node in self.blocks if (node, request_id) in self._held]
 
-    def requests(self, node: str) -> list[str]:
-        """Those that have blocks on the node."""
-        return [request_id for owner, request_id in self._held if owner == node]
-
     def release(self, request_id: str, nodes: Iterable[str]) -> None:
         """The request's blocks on these nodes are free."""
         for node in nodes:

@@ -79,7 +79,8 @@ class Pipeline:
         """The nodes' answers, in their order, without those of nodes lost meanwhile. StageLostError, TimeoutError."""
         waited_s = ListeningClock(time.monotonic)
         answers: dict[str, Any] = {}
-        missing = set(names)
+        # Who was lost during an earlier question, which no step has told yet, is not asked by the hub.
+        missing = set(names) - {node for node, event in self._events if event[0] == "lost"}
         while missing:
             if timeout_s is not None and waited_s() > timeout_s:
                 raise TimeoutError(f"no answer to {what} from {', '.join(sorted(missing))} in {timeout_s:.0f} s")
@@ -120,7 +121,8 @@ class Pipeline:
                         self._number, path, node, output, grammar=grammar, held=self.pools.held
                     )
         for node in entries.keys() | metadata.keys():
-            self._hub.send(node, "run", entries[node], metadata.get(node))
+            if entries[node] or node in metadata:  # a path whose requests all wait has nothing for its nodes
+                self._hub.send(node, "run", entries[node], metadata.get(node))
 
     def wait(self) -> Outcome:
         """What has come back, at least something if anything is in flight. StageLostError, TimeoutError."""
@@ -147,6 +149,7 @@ class Pipeline:
         return self.pools.holders(request_id)
 
     def _share(self, whole: StepMetadata, metadata: dict[str, StepMetadata]) -> None:
+        self._transfers.begin(whole)
         alive = [node.name for node in self.layout.nodes if node.name not in self.bindings.lost]
         for node in alive:
             own = for_node(whole, node, self.pools, speaks=node == alive[0])
@@ -223,10 +226,8 @@ class Pipeline:
         """Go on without a node; the requests that it takes with it. Those that it had not begun are bound anew."""
         logger.error("stage node %s is lost: %s", lost, reason)
         through = self.bindings.lose(lost, reason)
-        self._transfers.lose(
-            lost, [request_id for request_id in self.pools.requests(lost) if request_id not in through]
-        )
         self.pools.lose(lost)
+        self._transfers.lose()
         for node in self.bindings.alive:
             self._hub.send(node, "gone", lost)
         failed = {}
