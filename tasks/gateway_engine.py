@@ -14,6 +14,7 @@ from urllib.parse import quote
 from coral_core.cloud.engine_port import Readiness
 from coral_core.cloud.fleet_view import Instance
 from coral_core.errors import ServingError
+from tasks.direct_http import open_directly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class GatewayEngine:
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, data=body, headers=headers, method=method)  # noqa: S310 - configured
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as response:  # noqa: S310 - configured
+            with open_directly(request, timeout=self.timeout_s) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             with error:

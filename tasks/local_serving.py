@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ from coral_core.errors import InputError, ServingError
 from coral_core.serving.control.curve import KeyPair, write_allowed, write_private
 from coral_core.serving.control.wire import new_pair
 from coral_core.units import MIB
+from tasks.direct_http import open_directly
 
 CORAL: Final = (sys.executable, "-c", "from coral_core.cli.entry import main; main()")
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -290,7 +290,7 @@ def require_free(port: int) -> None:
 def answers(url: str) -> bool:
     """Whether a GET is answered with success."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:  # noqa: S310 - our own address
+        with open_directly(url, timeout=5) as response:
             return bool(response.status < 300)
     except (OSError, urllib.error.HTTPError):
         return False

@@ -17,6 +17,7 @@ from coral_core.config.agent import AgentSpec, MetadataSpec
 from coral_core.domain.fleet import NodeTags
 from coral_core.errors import InputError, ServingError
 from coral_core.serving.control.messages import Hello, NodeReport
+from tasks.direct_http import open_directly
 
 _PATIENCE_S: Final = 60.0
 _PAUSE_S: Final = 2.0
@@ -118,5 +119,5 @@ def _from_metadata(spec: MetadataSpec, patience_s: float) -> tuple[str, str, str
 
 def _asked(spec: MetadataSpec, path: str, *, headers: Mapping[str, str], method: str = "GET") -> str:
     request = urllib.request.Request(f"{spec.url}/latest/{path}", headers=dict(headers), method=method)  # noqa: S310 - configured
-    with urllib.request.urlopen(request, timeout=5) as response:  # noqa: S310 - configured
+    with open_directly(request, timeout=5) as response:
         return str(response.read().decode("utf-8"))

@@ -148,13 +148,15 @@ def _reallocate(programs: Programs, scenario: str) -> None:
 
 def _instances(programs: Programs) -> str:
     """Each instance that the gateway knows, ready or not."""
+    from tasks.direct_http import open_directly
+
     serving = programs.serving
     token = Path(serving.environment["CORAL_GATEWAY_TOKEN_FILE"]).read_text(encoding="utf-8").strip()
     request = urllib.request.Request(  # noqa: S310 - our own address
         f"{serving.admin_url}/instances", headers={"Authorization": f"Bearer {token}"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=5) as response:  # noqa: S310 - our own address
+        with open_directly(request, timeout=5) as response:
             rows = json.load(response)["instances"]
     except (OSError, ValueError, KeyError):
         return "the gateway does not answer"
@@ -169,12 +171,14 @@ def _state(row: Mapping[str, Any]) -> str:
 
 
 def _answer(url: str, model: str) -> str:
+    from tasks.direct_http import open_directly
+
     body = json.dumps({"model": model, **_ASK}).encode()
     request = urllib.request.Request(  # noqa: S310 - our own address
         f"{url}/v1/chat/completions", data=body, headers={"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=120) as response:  # noqa: S310 - our own address
+        with open_directly(request, timeout=120) as response:
             return str(json.load(response)["choices"][0]["message"]["content"])
     except (OSError, ValueError, LookupError) as error:
         raise ServingError(f"{model} did not answer: {error}", where=url) from None

@@ -49,7 +49,9 @@ def instance(name: str) -> Instance:
     return Instance(instance_id=name, nodes=(node,))
 
 
-def test_an_instance_drains_while_a_stream_ends_in_peace():
+def test_an_instance_drains_while_a_stream_ends_in_peace(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # is not shown the admin token
+
     async def go():
         async with gateway_case(TWO) as case:
             engine = GatewayEngine(url=case.admin_url, token=TOKEN)

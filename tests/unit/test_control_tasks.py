@@ -84,7 +84,8 @@ class Metadata(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def test_a_rented_node_learns_who_it_is_from_its_cloud():
+def test_a_rented_node_learns_who_it_is_from_its_cloud(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # for the world outside: it would tell who the proxy is
     with ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,15 @@ def test_what_is_left_ends_also_when_its_maker_is_killed(tmp_path):
         assert serving_processes(tmp_path) == 1
         process.kill()
     until(lambda: serving_processes(tmp_path) == 0)
+
+
+def test_this_machine_is_not_asked_by_a_proxy(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert answers(f"http://127.0.0.1:{server.server_address[1]}/")
+        server.shutdown()
 
 
 # The demo ----------------------------------------------------------------------------------------------------------
