@@ -71,7 +71,10 @@ def _prompt_s(curves: ProfileCurves, prompts: Floats, tokens: float) -> Floats:
         if count > 1 and together * length > max(largest, tokens):
             seconds[index] = UNKNOWN_S
         elif count > 0:
-            seconds[index] = min(count, 1.0) * curves.layer_times(np.array([together]), length).seconds[0]
+            one_s = curves.layer_times(np.array([together]), length).seconds[0]
+            # One length says nothing of how times grow with it: longer prompts then take more in proportion.
+            longer = max(length / curves.tokens[0], 1.0) if len(curves.tokens) == 1 else 1.0
+            seconds[index] = min(count, 1.0) * longer * one_s
     return seconds
 
 

@@ -2,9 +2,9 @@
 
 A point: phase, TP, requests per step (prompts for prefill), tokens (prompt length, or context for decode), seconds of one
 layer and of the step's fixed part. Times are straight lines in requests at each measured length, and in tokens between
-lengths, so they never fall in either. Below the ends the first time holds; above, the last slope in requests, and
-in tokens the largest growth between the last two lengths, for all steps. Every value says whether it is measured, interpolated
-or extrapolated.
+lengths, so they never fall in either. Below the ends the first time holds; above, the last slope in requests (in
+proportion where one number was measured), and in tokens the largest growth between the last two lengths, for all steps.
+Every value says whether it is measured, interpolated or extrapolated.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from coral_core.domain.workload import Phase
 from coral_core.errors import DataGapError
 
 Floats = NDArray[np.float64]
+
+CURVES_VERSION: Final = 2
+"""Raise when the same points say something else: capacities from them are then not the same inputs."""
 
 PHASES: Final = (Phase.PREFILL, Phase.DECODE)
 
@@ -105,7 +108,7 @@ class Profile:
             [point.phase.value, point.tp, point.requests, point.tokens, point.layer_s, point.fixed_s]
             for point in self.points
         ]
-        return hashlib.sha256(json.dumps([self.key.engine_name, facts]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([CURVES_VERSION, self.key.engine_name, facts]).encode()).hexdigest()
 
     @property
     def error_frac(self) -> float | None:
@@ -193,9 +196,13 @@ class ProfileCurves:
 
 
 def _lines(at: Floats, x: Floats, y: Floats) -> Floats:
-    """Straight lines through (x, y); the first value below, the last slope above (flat where there is one point)."""
+    """Straight lines through (x, y); the first value below, the last slope above.
+
+    Above a single point in proportion: two steps of half the requests take no less, so it is never too fast.
+    """
     inside = np.interp(at, x, y)
     if len(x) == 1:
-        return inside
+        alone: Floats = inside * np.maximum(at / x[0], 1.0)
+        return alone
     slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
     return np.where(at > x[-1], y[-1] + slope * (at - x[-1]), inside)

@@ -94,6 +94,22 @@ def test_aggregated_service_adds_both_phases() -> None:
     assert seconds[2] == UNKNOWN_S
 
 
+def test_steps_that_one_point_says_nothing_of_are_not_taken_for_as_fast() -> None:
+    """Five prompts of 1500 beside sixteen of 128 and a single one of 2048; and a prompt longer than the only length."""
+
+    def linear_s(requests: float, tokens: float) -> float:
+        return 4e-6 * requests * tokens
+
+    def seconds(points: list[ProfilePoint], prompt: float, count: float) -> float:
+        asked = lengths(prompt, 100)
+        step = step_of(Phase.PREFILL, np.array([count]), asked)
+        return float(measured_layer_s(profile(points), Phase.PREFILL, 1, step, asked)[0])
+
+    patchy = grid(Phase.PREFILL, (1, 64), (128,), linear_s) + grid(Phase.PREFILL, (1,), (2048,), linear_s)
+    assert seconds(patchy, 1500, 5.0) == pytest.approx(linear_s(5, 1500))
+    assert seconds(grid(Phase.PREFILL, (1, 4), (512,), linear_s), 1500, 1.0) == pytest.approx(linear_s(1, 1500))
+
+
 def test_without_estimates_every_configuration_needs_a_profile() -> None:
     strict = replace(FREE, allow_estimates=False)
     with pytest.raises(DataGapError, match="no measured profile of model toy on other"):
