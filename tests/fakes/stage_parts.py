@@ -25,6 +25,7 @@ from coral_core.engine.plugin.stage_layout import BlockPools, Layout, Node, Stag
 from coral_core.engine.plugin.stage_node import StageNode
 from coral_core.engine.plugin.stage_pipeline import Pipeline
 from coral_core.engine.plugin.stage_rank import Rank, Ranks
+from coral_core.engine.plugin.stage_scheduler import StageScheduler
 from coral_core.engine.plugin.stage_wire import Hub, Wire
 
 PATIENT_S = 60.0
@@ -93,6 +94,18 @@ def transfers_whose_only_holder_is_lost() -> None:
             output = pipeline.wait().kv_connector_output
             assert getattr(output, field) == {"r"}, (field, early, output)
             assert pipeline.wait().kv_connector_output is None  # told once
+
+
+def a_node_lost_while_nobody_is_served() -> None:
+    """Whoever comes next is not bound to it."""
+    pipeline, hub = pipeline_of("ab", "c")
+    hub.events.put(("a", ("lost", "gone")))
+    scheduler = StageScheduler.__new__(StageScheduler)
+    scheduler.pipeline = pipeline
+    scheduler._turn, scheduler.running, scheduler.kv_holding_waiting = 0, [], []
+    scheduler.waiting = [SimpleNamespace(request_id="r")]
+    scheduler._schedule_path = lambda _path, **_: step_of()
+    assert [path for path, _ in scheduler.schedule().steps] == [("b", "c")]
 
 
 def a_path_that_waits() -> None:
@@ -209,6 +222,7 @@ def parts(_model: str, _port: int) -> dict[str, Any]:
         a_rank_that_ends,
         two_lost_one_after_the_other,
         transfers_whose_only_holder_is_lost,
+        a_node_lost_while_nobody_is_served,
         a_path_that_waits,
         two_questions_after_a_loss,
         a_stranger_with_any_name,

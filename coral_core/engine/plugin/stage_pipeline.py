@@ -124,6 +124,14 @@ class Pipeline:
             if entries[node] or node in metadata:  # a path whose requests all wait has nothing for its nodes
                 self._hub.send(node, "run", entries[node], metadata.get(node))
 
+    def notice(self) -> None:
+        """Where nobody is served, hear of nodes lost meanwhile: who comes must not be bound to them. StageLostError."""
+        while not self.bindings.paths:
+            event = self._events.popleft() if self._events else self._now()
+            if event is None:
+                return
+            self._take(*event, Outcome(req_ids=[], req_id_to_index={}))
+
     def wait(self) -> Outcome:
         """What has come back, at least something if anything is in flight. StageLostError, TimeoutError."""
         outcome = Outcome(req_ids=[], req_id_to_index={})

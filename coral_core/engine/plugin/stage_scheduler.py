@@ -52,6 +52,7 @@ class StageScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002 - vLLM's own signature
         """A step for every path that has something to do."""
+        self.pipeline.notice()
         paths = self._ready_paths()
         self._turn += 1
         first = self._turn % max(1, len(paths))
