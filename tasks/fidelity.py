@@ -412,10 +412,17 @@ def bench_fidelity(
     first = free_ports(1)[0]
     first_port = min(first, 65535 - _NODES * _PORTS)
     bench = Bench(spec=spec, folder=folder, interpreter=interpreter, on_step=on_step, first_port=first_port)
-    if profile is not None and profile.key.flags != bench.flags:
-        raise InputError(
-            f"was measured with {' '.join(profile.key.flags)}",
-            where="profile",
-            fix=f"served is {' '.join(bench.flags)}",
-        )
+    if profile is not None:
+        _check(profile, bench.flags)
     return bench.run(profile)
+
+
+def _check(profile: Profile, flags: tuple[str, ...]) -> None:
+    key, served = profile.key, f"served is {MODEL} in {VARIANT} on {CONFIG} with {' '.join(flags)}"
+    if (key.model, key.variant, key.config) != (MODEL, VARIANT, CONFIG):
+        raise InputError(f"is of {key.model} in {key.variant} on {key.config}", where="profile", fix=served)
+    if key.flags != flags:
+        raise InputError(f"was measured with {' '.join(key.flags)}", where="profile", fix=served)
+    if 1 not in profile.kv_tokens:
+        fix = "take one of `coral profile run`"
+        raise InputError("does not say how many tokens of KV there is room for at TP 1", where="profile", fix=fix)

@@ -101,6 +101,14 @@ def test_a_profile_of_another_engine_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("tasks.fidelity.make_tiny_models", lambda *_: {"tiny-chat": tmp_path})
     with pytest.raises(InputError, match="was measured with"):
         bench_fidelity(FidelitySpec(), folder=tmp_path, interpreter=tmp_path, profile=profile())
+    known = replace(profile(), key=replace(profile().key, flags=bench().flags))
+    for other, text in (
+        (replace(known, key=replace(known.key, model="tiny-split")), "is of tiny-split in fp32 on local-large"),
+        (replace(known, key=replace(known.key, config="local-small")), "is of tiny-chat in fp32 on local-small"),
+        (replace(known, kv_tokens={}), "room for at TP 1"),
+    ):
+        with pytest.raises(InputError, match=text):
+            bench_fidelity(FidelitySpec(), folder=tmp_path, interpreter=tmp_path, profile=other)
 
 
 def test_every_way_of_serving_has_its_launches(tmp_path, monkeypatch):
