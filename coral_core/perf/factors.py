@@ -125,6 +125,12 @@ class Factors:
             fix=f"measure it, or add its row to coral_core/perf/data/{_EFFICIENCY_FILE}; known GPUs: {rows}",
         )
 
+    def ring(self, gpu: Gpu, tp: int) -> AllReduce:
+        """The all-reduce of `tp` GPUs. Raises DataGapError where it is not known."""
+        if (gpu.name, tp) not in self.all_reduce:
+            raise DataGapError(f"no all-reduce of {tp} x {gpu.name} is known", where="tp")
+        return self.all_reduce[gpu.name, tp]
+
     def expert_kernel(self, gpu: Gpu, variant: Variant) -> ExpertKernel:
         """The kernel of a variant's experts, that of 16-bit weights where its own kind is not known on this GPU.
 

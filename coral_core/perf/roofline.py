@@ -277,7 +277,7 @@ def kv_shards(shape: ModelShape, tp: int) -> int:
 def _all_reduce_time(shape: ModelShape, gpu: Gpu, tp: int, tokens: Floats, factors: Factors) -> Floats:
     if tp == 1:
         return np.zeros_like(tokens)
-    ring = factors.all_reduce[gpu.name, tp]
+    ring = factors.ring(gpu, tp)
     bus = min(ring.bus_bytes_per_s, gpu.link_bytes_per_s)
     message = tokens * shape.hidden * ACTIVATION_BYTES
     return 2 * (ring.latency_s + 2 * (tp - 1) / tp * message / bus)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from coral_core.domain.hardware import Gpu
 from coral_core.domain.models import ModelShape
 from coral_core.domain.workload import Lengths
-from coral_core.errors import DataGapError, InputError, NoSolutionError
+from coral_core.errors import InputError, NoSolutionError
 from coral_core.perf import memory
 from coral_core.perf.assumptions import CapacityAssumptions
 from coral_core.perf.capacity import runs_variant
@@ -222,5 +222,5 @@ def _check(point: ServingPoint, factors: Factors) -> None:
         raise InputError(
             f"{point.shape.name} cannot be split over {point.tp} GPUs", where="tp", fix=f"it can over {possible}"
         )
-    if point.tp > 1 and (point.gpu.name, point.tp) not in factors.all_reduce:
-        raise DataGapError(f"no all-reduce of {point.tp} x {point.gpu.name} is known", where="tp")
+    if point.tp > 1:
+        factors.ring(point.gpu, point.tp)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coral_core.cli.entry import run
-from coral_core.errors import StoreUnreachableError
+from coral_core.errors import DataGapError, StoreUnreachableError
 from coral_core.perf.profile import Profile
 from flows.profile_gpus import Profiled
 
@@ -167,7 +167,7 @@ def test_a_configuration_of_another_catalogue_is_told_from_one_of_none(
 
 def test_a_scenario_lends_its_own_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, store, scenario = tmp_path / "times.csv", tmp_path / "store", tmp_path / "mine.yaml"
-    own = {"gpu": "L40S", "gpu_count": 1, "nic_gbit_per_s": 10, "source": "our rack", "as_of": "2026-11-01"}
+    own = {"gpu": "L40S", "gpu_count": 5, "nic_gbit_per_s": 10, "source": "our rack", "as_of": "2026-11-01"}
     model = {"model": "phi-4", "requests_per_s": 1, "slo": {"ttft_s": 1, "tpot_s": 0.1}}
     model["lengths"] = {"mean_input_tokens": 100, "mean_output_tokens": 100}
     document = {
@@ -190,6 +190,11 @@ def test_a_scenario_lends_its_own_configurations(tmp_path: Path, capsys: pytest.
     assert run(["profile", "compare", key, "--catalog", str(scenario), *url]) == 0
     assert run([*asked, "--config", "racks", "--catalog", str(scenario), *url]) == 2
     assert "did you mean rack" in capsys.readouterr().err
+    file.write_text("phase,tp,requests,tokens,layer_ms\ndecode,5,1,64,9\n", encoding="utf-8")
+    assert run([*asked, "--config", "rack", "--catalog", str(scenario), "--flag", "-e", *url, "--json"]) == 0
+    key = json.loads(capsys.readouterr().out)["key"]
+    assert run(["profile", "compare", key, "--catalog", str(scenario), *url]) == DataGapError.exit_code
+    assert "no all-reduce of 5 x L40S is known" in capsys.readouterr().err
 
 
 def test_a_comparison_says_what_it_rests_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
