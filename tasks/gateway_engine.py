@@ -8,13 +8,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 from coral_core.cloud.engine_port import Readiness
 from coral_core.cloud.fleet_view import Instance
 from coral_core.errors import ServingError
 from tasks.direct_http import open_directly
+
+_COORDINATED_S: Final = 10.0
+"""A coordinator that has not asked for so long is taken to be away; it asks every second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +29,19 @@ class GatewayEngine:
     timeout_s: float = 10.0
 
     def ready(self, instance: Instance) -> Readiness:
-        """What the gateway found when it last asked the engine, or was told of its failure; unknown where it cannot be asked."""
+        """What the gateway found when it last asked the engine, or was told of its failure.
+
+        Unknown where it cannot be asked, and where it lacks the instance while no coordinator is there to name it: a gateway that
+        has started anew knows nobody, and all may be well.
+        """
         try:
-            rows = self._call("GET", "/instances")["instances"]
+            said = self._call("GET", "/instances")
         except ServingError:
             return Readiness.UNKNOWN
-        row: dict[str, Any] = next((row for row in rows if row["name"] == instance.instance_id), {})
+        row: dict[str, Any] = next((row for row in said["instances"] if row["name"] == instance.instance_id), {})
+        ago_s = said.get("coordinator_s_ago")
+        if not row and (ago_s is None or ago_s > _COORDINATED_S):
+            return Readiness.UNKNOWN
         if row.get("failed"):
             return Readiness.FAILED
         # A degraded one may shortly get no requests, because those on the lost node failed: whoever watches over it knows better.

@@ -18,6 +18,7 @@ import msgspec
 from coral_core.domain.workload import Phase
 from coral_core.errors import CoralError, InputError, ServingError
 from coral_core.serving.asgi import ClientGoneError, Receive, Scope, Send, answer, header, lifespan, read_body, refuse
+from coral_core.serving.control.gateway_side import BY_COORDINATOR
 from coral_core.serving.gateway import Gateway
 from coral_core.serving.keys import unauthorized
 from coral_core.serving.metrics import CONTENT_TYPE
@@ -93,6 +94,8 @@ class Admin:
         if (scope["method"], scope["path"]) == ("GET", "/metrics"):
             await answer(send, 200, self.gateway.metrics.text(), [(b"content-type", CONTENT_TYPE.encode())])
             return
+        if header(scope, BY_COORDINATOR.lower().encode()) is not None:
+            self.gateway.coordinated_s = self.gateway.clock.monotonic_s()
         has_body = scope["method"] == "PUT"
         body = await read_body(scope, receive, most_bytes=_MOST_BYTES, limit_s=_LIMIT_S) if has_body else b""
         await answer(send, 200, msgspec.json.encode(self._done(scope["method"], scope["path"], body)))
@@ -102,7 +105,9 @@ class Admin:
         gateway = self.gateway
         match method, path.strip("/").split("/"):
             case "GET", ["instances"]:
-                return {"instances": [_row(one) for one in gateway.table.members]}
+                since_s = gateway.coordinated_s
+                ago_s = None if since_s is None else gateway.clock.monotonic_s() - since_s
+                return {"instances": [_row(one) for one in gateway.table.members], "coordinator_s_ago": ago_s}
             case "POST", ["drain"]:
                 gateway.draining = True
                 return {"drained": gateway.running == 0, "in_flight": gateway.running}

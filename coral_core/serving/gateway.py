@@ -75,7 +75,10 @@ class _Exchange:
 
 @dataclass(slots=True, kw_only=True)
 class Gateway:
-    """The application. `draining`: nothing new is taken, what runs is finished; `running` counts that."""
+    """The application. `draining`: nothing new is taken, what runs is finished; `running` counts that.
+
+    `coordinated_s`: when a coordinator last asked what there is.
+    """
 
     table: RoutingTable
     session: aiohttp.ClientSession
@@ -86,6 +89,7 @@ class Gateway:
     meter: DemandMeter
     draining: bool = False
     running: int = 0
+    coordinated_s: float | None = None
     patience: Patience = field(default_factory=Patience)
     _waiting: dict[str, Waiting] = field(init=False)
     _dispatcher: Dispatcher = field(init=False)

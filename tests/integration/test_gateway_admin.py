@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime
 
+import aiohttp
 import pytest
 
 from artifacts.demand import append_demand, read_demand
@@ -16,6 +17,7 @@ from coral_core.domain.hardware import Market
 from coral_core.domain.workload import Phase
 from coral_core.errors import InputError, ServingError, StoreError
 from coral_core.serving.admin import Admin
+from coral_core.serving.control.gateway_side import GatewaySide
 from coral_core.serving.run import probe_all
 from tasks.gateway_engine import GatewayEngine
 from tests.fakes.fake_engine import Way, fake_engine
@@ -138,7 +140,12 @@ def test_instances_come_and_go_without_a_lost_request():
             pass
         async with gateway_case(probe_s=0.05) as case, fake_engine("late", MODEL) as late:
             engine = GatewayEngine(url=case.admin_url, token=TOKEN)
+            assert await asyncio.to_thread(engine.ready, instance("late")) is Readiness.UNKNOWN
+            async with aiohttp.ClientSession() as session:
+                await GatewaySide(session, url=case.admin_url, token=TOKEN).rows()
             assert await asyncio.to_thread(engine.ready, instance("late")) is Readiness.NOT_READY
+            case.gateway.coordinated_s -= 60.0  # it would have named the instance, but is gone
+            assert await asyncio.to_thread(engine.ready, instance("late")) is Readiness.UNKNOWN
             with pytest.raises(ServingError, match="register it first"):
                 await asyncio.to_thread(engine.set_weight, instance("late"), 1.0)
             await asyncio.to_thread(engine.set_weight, instance("late"), 0.0)

@@ -11,6 +11,8 @@ from coral_core.errors import ServingError
 from coral_core.serving.control.gateway_calls import rows_of
 from coral_core.serving.control.held import GatewayCall, GatewayRow
 
+BY_COORDINATOR: Final = "X-Coral-Coordinator"
+"""Header of a coordinator's calls: the gateway tells whoever asks when one was last there, who would name every instance."""
 _TIMEOUT_S: Final = 3.0
 
 
@@ -23,7 +25,7 @@ class GatewaySide:
 
     def __init__(self, session: aiohttp.ClientSession, *, url: str, token: str) -> None:
         self._session, self._url = session, url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._headers = {"Authorization": f"Bearer {token}", BY_COORDINATOR: "yes"}
 
     async def rows(self) -> list[GatewayRow]:
         """Its instances. Raises ServingError where it does not answer."""
