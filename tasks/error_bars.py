@@ -19,12 +19,12 @@ _UNKNOWN_SHOWN: Final = 0.005
 
 
 def with_error_bars(parts: Sequence[tuple[float, float | None]], *, at_slow_end: float = 0.0) -> dict[str, Any]:
-    """Bounds of a capacity made of (throughput, 90th percentile of its relative error, None where not known).
+    """Bounds of a capacity made of (throughput, 90th percentile of its times' relative error, None where not known).
 
-    All parts are taken to be off by their own bar at once, in the same direction: no capacity is further off in nine of
+    Errors are of predicted over measured times, which is measured over predicted throughput: a capacity T lies in T (1 - e) to
+    T (1 + e), down to 0. All parts are taken to be off by their own bar at once, in the same direction: no capacity is further off in nine of
     ten comparisons of each. Parts of unknown error stand as they are; `error_unknown_frac` is their share,
-    and both bounds are None where no error is known. `capacity_high` is None where an error is a whole or more too.
-    `at_slow_end` is throughput beside the parts that is the slow end of its own bar already (`capacity.pessimistic`):
+    and both bounds are None where no error is known. `at_slow_end` is throughput beside the parts that is the slow end of its own bar already (`capacity.pessimistic`):
     what it is at most is then not said.
     """
     capacity = sum(throughput for throughput, _ in parts) + at_slow_end
@@ -33,10 +33,8 @@ def with_error_bars(parts: Sequence[tuple[float, float | None]], *, at_slow_end:
     if parts and not at_slow_end and all(error is None for _, error in parts):
         return {"capacity_low": None, "capacity_high": None, "error_unknown_frac": 1.0}
     return {
-        "capacity_low": at_slow_end + sum(throughput / (1 + error) for throughput, error in known),
-        "capacity_high": sum(throughput / (1 - error) for throughput, error in known)
-        if not at_slow_end and all(error < 1 for _, error in known)
-        else None,
+        "capacity_low": at_slow_end + sum(throughput * max(1 - error, 0.0) for throughput, error in known),
+        "capacity_high": None if at_slow_end else sum(throughput * (1 + error) for throughput, error in known),
         "error_unknown_frac": unknown / capacity if capacity else 0.0,
     }
 
@@ -52,7 +50,7 @@ def error_bar_notes(coverage: Sequence[Mapping[str, Any]]) -> list[str]:
     if short:
         notes.append(
             "at the slow end of their error bars (nine of ten comparisons) the capacities would not meet "
-            f"{', '.join(short)} of the demand; `capacity.pessimistic: true` plans with that end"
+            f"{', '.join(short)} of the demand; `capacity.pessimistic: true` plans with times that nine of ten did not exceed"
         )
     unknown = [
         f"{row['model']} {row['phase']} {row['error_unknown_frac']:.0%}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from coral_core.config.scenario import ProfilesSpec
@@ -19,6 +20,7 @@ from tasks.error_bars import (
     unprofiled_notes,
     with_error_bars,
 )
+from tasks.ledger import quantiles
 
 
 def row(parts: list[tuple[float, float | None]], demand: float) -> dict[str, object]:
@@ -28,10 +30,11 @@ def row(parts: list[tuple[float, float | None]], demand: float) -> dict[str, obj
 
 def test_all_parts_are_off_at_once_and_unknown_ones_stand() -> None:
     bars = with_error_bars([(100.0, 0.25), (60.0, None), (40.0, 0.0)])
-    assert bars["capacity_low"] == pytest.approx(80 + 60 + 40)
-    assert bars["capacity_high"] == pytest.approx(100 / 0.75 + 60 + 40)
+    assert bars["capacity_low"] == pytest.approx(75 + 60 + 40)
+    assert bars["capacity_high"] == pytest.approx(125 + 60 + 40)
     assert bars["error_unknown_frac"] == pytest.approx(0.3)
-    assert with_error_bars([(100.0, 1.5)])["capacity_high"] is None
+    wide = with_error_bars([(100.0, 1.5)])
+    assert (wide["capacity_low"], wide["capacity_high"]) == (0.0, pytest.approx(250))
     assert with_error_bars([(60.0, None)]) == {
         "capacity_low": None,
         "capacity_high": None,
@@ -40,11 +43,20 @@ def test_all_parts_are_off_at_once_and_unknown_ones_stand() -> None:
     assert with_error_bars([]) == {"capacity_low": 0, "capacity_high": 0, "error_unknown_frac": 0.0}
 
 
+def test_nine_of_ten_measured_throughputs_lie_between_the_bounds() -> None:
+    """Predicted in 1 s each, measured between twice as fast and three times as slow."""
+    measured_s = np.geomspace(0.5, 3.0, 101)
+    known = quantiles((1.0 / measured_s - 1.0).tolist())
+    bars = with_error_bars([(1.0, known["p90_abs_error_frac"])])
+    inside = (1.0 / measured_s >= bars["capacity_low"]) & (1.0 / measured_s <= bars["capacity_high"])
+    assert inside.mean() == pytest.approx(0.9, abs=0.02)
+
+
 def test_notes_tell_what_the_slow_end_would_leave_unmet() -> None:
-    tight, roomy, blind = row([(100.0, 0.25)], 100.0), row([(100.0, 0.25)], 80.0), row([(50.0, None)], 50.0)
+    tight, roomy, blind = row([(100.0, 0.25)], 100.0), row([(100.0, 0.25)], 75.0), row([(50.0, None)], 50.0)
     assert error_bar_notes([roomy]) == []
     [short] = error_bar_notes([tight, roomy])
-    assert "would not meet m decode 20% of the demand" in short
+    assert "would not meet m decode 25% of the demand" in short
     assert "`capacity.pessimistic: true`" in short
     [unknown] = error_bar_notes([blind])
     assert unknown == (
@@ -56,14 +68,14 @@ def test_notes_tell_what_the_slow_end_would_leave_unmet() -> None:
 
 def test_what_is_at_its_slow_end_already_is_not_slowed_again() -> None:
     bars = with_error_bars([(50.0, 0.25)], at_slow_end=60.0)
-    assert bars == {"capacity_low": pytest.approx(100), "capacity_high": None, "error_unknown_frac": 0.0}
+    assert bars == {"capacity_low": pytest.approx(97.5), "capacity_high": None, "error_unknown_frac": 0.0}
     careful = {"model": "m", "phase": "decode", "demand": 60.0, "capacity": 60.0}
     assert error_bar_notes([{**careful, **with_error_bars([], at_slow_end=60.0)}]) == []
 
 
 def test_bars_are_shown_where_there_are_any() -> None:
-    assert error_bar_text(row([(100.0, 0.25)], 1.0)) == "80 to 133.3"
-    assert error_bar_text(row([(100.0, 1.25), (100.0, None)], 1.0)) == "144.4 to ?, 50% unknown"
+    assert error_bar_text(row([(100.0, 0.25)], 1.0)) == "75 to 125"
+    assert error_bar_text(row([(100.0, 1.25), (100.0, None)], 1.0)) == "100 to 325, 50% unknown"
     assert error_bar_text(row([(100.0, None)], 1.0)) is None
     assert error_bar_text({"capacity": 5.0}) is None  # plans recorded before there were any
     assert error_bar_text(row([], 1.0)) is None
