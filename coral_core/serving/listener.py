@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -41,6 +42,7 @@ class _Patient(HttpToolsProtocol):
     _head_bytes = 0
     _waiting_bytes = 0
     _in_body = False
+    _fed = _left_over = b""
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - as in the base class
         super().connection_made(transport)
@@ -51,7 +53,10 @@ class _Patient(HttpToolsProtocol):
             return
         if self._is_idle and not self._in_body:  # the body of a request that was refused at once is no head
             self._waiting_bytes += len(data)
-        super().data_received(data)
+        self._left_over = data
+        while self._left_over:
+            self._fed, self._left_over = self._left_over, b""
+            super().data_received(self._fed)
         if not self._is_idle:
             self._waiting_bytes = 0
             self._overdue.cancel()
@@ -91,6 +96,26 @@ class _Patient(HttpToolsProtocol):
         self._head_bytes += size_bytes
         if self._head_bytes > _MOST_HEADER_BYTES:
             raise _TooLongError
+
+    def _should_upgrade(self) -> bool:
+        return True  # to whatever protocol; see below
+
+    def handle_websocket_upgrade(self) -> None:
+        """Go on as if the client had offered no other protocol: some offer HTTP/2 with each request, and do without.
+
+        Called where the parser stops behind the head: it takes what follows, the body too, for that protocol.
+        """
+        if self.scope["method"] == "CONNECT":
+            self.send_400_response("")
+            return
+        stopped = sys.exception()
+        assert isinstance(stopped, httptools.HttpParserUpgrade)
+        head = [b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        head += [b"%s: %s\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        self._left_over = b"".join([*head, b"\r\n", self._fed[stopped.args[0] :]])
+        self.parser = httptools.HttpRequestParser(self)
+        with suppress(AttributeError):  # as the base class has it, also of earlier versions
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     @property
     def _is_idle(self) -> bool:
