@@ -28,7 +28,7 @@ from coral_core.domain.fleet import FleetId, Node, NodeState, NodeTags
 from coral_core.domain.hardware import Market
 from coral_core.domain.launch import LaunchPlan, NodePlace
 from coral_core.domain.workload import Phase
-from coral_core.errors import DataGapError, InputError, ProvisionError, ServingError
+from coral_core.errors import DataGapError, InputError, ProvisionError, ServingError, StoreError
 from coral_core.serving.control.coordinator import CoordinatorPlan, coordinate
 from coral_core.serving.control.curve import AllowedKeys, KeyPair, write_allowed, write_private
 from coral_core.serving.control.held import AskPlan, ControlTerms, Stage
@@ -302,7 +302,7 @@ class Rental:
                 ended |= {node.node_id for node in nodes}
                 stoppable = [node for node in nodes if node.state is not NodeState.ENDING]
                 if stoppable:
-                    self.lease.guard()
+                    self._guard_end()
                     self.ground.provisioner.stop(self.fleet, region, stoppable)
                 if not nodes and time.monotonic() >= unseen_until_s:
                     return len(ended)
@@ -312,6 +312,14 @@ class Rental:
             where=f"fleet {self.fleet.name} in {region}",
             fix=f"end them by hand, or run `coral teardown {self.fleet.name}`",
         )
+
+    def _guard_end(self) -> None:
+        """As `Lease.guard`, but a store that fails, often what has ended the run, keeps no node: until the lease is over it is nobody else's."""
+        try:
+            self.lease.guard()
+        except StoreError:
+            if self.lease.left_s <= self.ground.provisioner.call_timeout_s:
+                raise
 
     def _nodes(self, region: str) -> list[Node]:
         listed = self.ground.provisioner.describe(self.fleet, region).nodes

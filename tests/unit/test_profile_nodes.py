@@ -11,14 +11,21 @@ from functools import partial
 import pytest
 
 from artifacts.leases import LeaseTerms, take_lease
-from artifacts.store import open_store
+from artifacts.store import Store, open_store
 from coral_core.clock import ManualClock
 from coral_core.cloud.ports import LeaseLostError
 from coral_core.cloud.provisioner import CloudBusyError, Listing, NodeOrder, Refusal, Refused, Started
 from coral_core.config.settings import Settings
 from coral_core.domain.fleet import FleetId, Node, NodeState
 from coral_core.domain.launch import NodePlace
-from coral_core.errors import DataGapError, InputError, MeasurementError, ProvisionError, ServingError
+from coral_core.errors import (
+    DataGapError,
+    InputError,
+    MeasurementError,
+    ProvisionError,
+    ServingError,
+    StoreUnreachableError,
+)
 from coral_core.perf.profiling import Sweep
 from tasks.measure import TimeUpError, begun
 from tasks.profile_nodes import Ground, Meeting, NodeLateError, Place, Rental, local_places
@@ -119,6 +126,24 @@ def test_a_node_is_released_at_the_end_and_after_any_fault():
     with pytest.raises(ServingError, match="no engine"), node_of(rental(cloud, Met("no engine"))):
         pass
     assert cloud.nodes == []
+
+
+@pytest.mark.parametrize(("held_s", "left"), [(100.0, 0), (299.5, 1)])
+def test_a_node_is_released_while_the_store_is_away_and_the_lease_is_not_over(held_s, left, monkeypatch):
+    cloud = Cloud()
+    given = rental(cloud)
+
+    def away(*_):
+        raise StoreUnreachableError("no answer")
+
+    def measure():
+        monkeypatch.setattr(Store, "exists", away)
+        given.ground.clock.advance(held_s)
+        given.lease.guard()
+
+    with pytest.raises(StoreUnreachableError), node_of(given):
+        measure()
+    assert len(cloud.nodes) == left  # later another run may have the lease
 
 
 def test_zones_are_tried_in_turn_and_passing_refusals_again():
