@@ -56,6 +56,7 @@ def serve_demo(
     _quiet_prefect(folder / "prefect")
     resolved = resolved_scenario(scenario)
     require_free(port)
+    _refuse_foreign(folder / "run")
     with _alone(folder), guarded(folder / "run"):
         print_text("1. Make the tiny models (random weights: what they answer is noise)")
         models = make_tiny_models(folder / "models", interpreter)
@@ -104,6 +105,12 @@ def _quiet_prefect(home: Path) -> None:
         "DO_NOT_TRACK": "1",
     }.items():
         os.environ.setdefault(name, value)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """InputError for a folder that is about to be wiped and holds what no demo has written."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / "coordinator.keys").exists():
+        raise InputError("holds what no demo has written", where=str(folder), fix="give another --folder, or remove it")
 
 
 @contextlib.contextmanager

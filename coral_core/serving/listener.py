@@ -57,6 +57,7 @@ class _Patient(HttpToolsProtocol):
         while self._left_over:
             self._fed, self._left_over = self._left_over, b""
             super().data_received(self._fed)
+        self._fed = b""
         if not self._is_idle:
             self._waiting_bytes = 0
             self._overdue.cancel()

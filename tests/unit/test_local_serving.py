@@ -168,6 +168,19 @@ def test_the_demo_without_an_engine_says_how_to_make_one(tmp_path, monkeypatch, 
     assert "make engine-cpu" in capsys.readouterr().err
 
 
+def test_the_demo_wipes_no_folder_that_is_not_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CORAL_ENGINE_PYTHON", sys.executable)
+    for name in ("PREFECT_HOME", "PREFECT_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    theirs = tmp_path / "run" / "results.csv"
+    theirs.parent.mkdir()
+    theirs.write_text("a year's work", encoding="utf-8")
+    monkeypatch.setattr("tasks.local_serving.make_tiny_models", lambda *_: {})
+    assert run(["serve-demo", "--folder", str(tmp_path), "--port", str(free_ports(1)[0])]) == 2
+    assert "holds what no demo has written" in capsys.readouterr().err
+    assert theirs.exists()
+
+
 def test_the_demo_refuses_a_port_that_is_taken_and_a_folder_in_use(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CORAL_ENGINE_PYTHON", sys.executable)
