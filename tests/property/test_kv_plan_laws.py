@@ -197,6 +197,7 @@ class Leases(RuleBasedStateMachine):
         self.ends_at_s: dict[str, float] = {}
         self.done: dict[str, set[str]] = {}
         self.reading: dict[str, list] = {}
+        self.early: set[str] = set()
         self.ended: set[str] = set()
         self.count = 0
 
@@ -205,7 +206,13 @@ class Leases(RuleBasedStateMachine):
         name = str(self.count)
         self.count += 1
         self.table.grant(name, f"request {name}", [1], 5)
-        self.ends_at_s[name], self.done[name], self.reading[name] = self.now_s + 10.0, set(), []
+        self.ends_at_s[name], self.done[name], self.reading[name] = self.now_s + 10.0, self.early, []
+        self.early = set()
+
+    @rule(taker=st.sampled_from("ab"))
+    def finish_before_it_is_granted(self, taker):
+        self.table.done(str(self.count), taker, 2)
+        self.early.add(taker)
 
     @rule(quarters=st.integers(0, 60))
     def wait(self, quarters):

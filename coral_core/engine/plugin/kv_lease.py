@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from coral_core.clock import ListeningClock
 
@@ -48,6 +48,7 @@ class LeaseTable:
         self._clock = ListeningClock(clock)
         self._lock = Lock()
         self._leases: dict[str, Lease] = {}
+        self._early: OrderedDict[str, Lease] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -61,8 +62,14 @@ class LeaseTable:
     def grant(self, lease: str, request_id: str, block_ids: Sequence[int], tokens: int) -> None:
         """Keep the blocks of a request from now on."""
         with self._lock:
+            early = self._early.pop(lease, None)
             self._leases[lease] = Lease(
-                request_id=request_id, block_ids=block_ids, tokens=tokens, ends_at_s=self._clock() + self._lease_s
+                request_id=request_id,
+                block_ids=block_ids,
+                tokens=tokens,
+                ends_at_s=self._clock() + self._lease_s,
+                done=early.done if early else set(),
+                over=early is not None and early.over,
             )
 
     @contextmanager
@@ -85,12 +92,17 @@ class LeaseTable:
                 self._leases[lease].ends_at_s = self._clock() + self._lease_s
 
     def done(self, lease: str, taker: str, takers: int) -> None:
-        """One of those who fetch needs no more; saying it twice counts once. Nothing if there is no such lease."""
+        """One of those who fetch needs no more; saying it twice counts once, and before it is granted as well."""
         with self._lock:
-            if lease in self._leases:
-                found = self._leases[lease]
-                found.done.add(taker)
-                found.over = found.over or len(found.done) >= takers
+            found = self._leases.get(lease)
+            if found is None:
+                if lease in self._ended:
+                    return
+                # The offer may be quicker than the step that grants it, and whoever needs nothing does not ask first.
+                found = self._early.setdefault(lease, Lease(request_id="", block_ids=(), tokens=0, ends_at_s=0.0))
+                _forget_old(self._early)
+            found.done.add(taker)
+            found.over = found.over or len(found.done) >= takers
 
     def take_ended(self) -> set[str]:
         """The requests whose leases have ended since the last call: their blocks may be given to others."""
@@ -104,8 +116,7 @@ class LeaseTable:
             for name in ended:
                 del self._leases[name]
                 self._ended[name] = None
-            while len(self._ended) > _REMEMBERED:
-                self._ended.popitem(last=False)
+            _forget_old(self._ended)
             return {lease.request_id for lease in ended.values()}
 
     def _open(self, lease: str) -> Lease:
@@ -115,3 +126,8 @@ class LeaseTable:
         if found.over:
             raise NoLeaseError("ended")
         return found
+
+
+def _forget_old(names: OrderedDict[str, Any]) -> None:
+    while len(names) > _REMEMBERED:
+        names.popitem(last=False)
