@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final
 
 from coral_core.serving.refusals import RefusedError
@@ -29,9 +29,17 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
-async def read_body(scope: Scope, receive: Receive, *, most_bytes: int, limit_s: float) -> bytes:
+async def read_body(
+    scope: Scope,
+    receive: Receive,
+    *,
+    most_bytes: int,
+    limit_s: float,
+    limit: Callable[[float], AbstractAsyncContextManager[object]] = asyncio.timeout,
+) -> bytes:
     """The request's JSON body. RefusedError for another type (415), too much (413) or too slow (408); ClientGoneError.
 
+    `limit` bounds the time, by a TimeoutError.
     What is too long is read on for a while and thrown away: a client that is cut off while it sends sees no answer.
     """
     kind = (header(scope, b"content-type") or b"application/json").partition(b";")[0].strip().lower()
@@ -45,7 +53,7 @@ async def read_body(scope: Scope, receive: Receive, *, most_bytes: int, limit_s:
         raise too_long
     parts, size, more = [], 0, True
     try:
-        async with asyncio.timeout(limit_s):
+        async with limit(limit_s):
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":

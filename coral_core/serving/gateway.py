@@ -173,7 +173,9 @@ class Gateway:
 
     async def _complete(self, scope: Scope, receive: Receive, exchange: _Exchange) -> None:
         terms = self.terms
-        body = await read_body(scope, receive, most_bytes=terms.max_body_bytes, limit_s=terms.body_s)
+        body = await read_body(
+            scope, receive, most_bytes=terms.max_body_bytes, limit_s=terms.body_s, limit=self.patience.limit
+        )
         request = parse_request(scope["path"], body)
         if request.model not in self.table.pools:
             raise unknown_model(request.model)

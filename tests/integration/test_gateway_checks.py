@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -213,6 +214,22 @@ def test_a_long_request_that_is_refused_at_once_gets_one_answer_and_the_next_one
             _, _, after = (await asyncio.wait_for(reader.read(), PATIENT_S)).partition(b"HTTP/1.1 ")
             assert after.startswith(b"200 OK")
             assert b"HTTP/1.1" not in after
+            writer.close()
+
+    asyncio.run(go())
+
+
+@pytest.mark.servers
+def test_what_the_gateway_itself_slept_through_makes_no_body_late():
+    async def go():
+        async with gateway_case(body_s=1.0) as case:
+            reader, writer = await asyncio.open_connection(*case.url.removeprefix("http://").split(":"))
+            body = json.dumps(chat()).encode()
+            writer.write(head(len(body)) + body[:9])
+            await coming(lambda: case.gateway.running == 1)
+            time.sleep(2.0)  # noqa: ASYNC251 - gateway and client stand still together
+            writer.write(body[9:])
+            assert (await asyncio.wait_for(reader.readline(), PATIENT_S)) == b"HTTP/1.1 200 OK\r\n"
             writer.close()
 
     asyncio.run(go())
