@@ -32,9 +32,13 @@ if __name__ == "__main__":
     importlib.metadata.version = answering_for_vllm(importlib.metadata.version)
     flags = ["--max-model-len", "512", "--max-num-batched-tokens", "256", "--max-num-seqs", "8", "--block-size", "32"]
     flags += ["--kv-cache-memory-bytes", str(64 << 20), "--dtype", "float32", "--enforce-eager"]
+    from vllm.v1.engine.llm_engine import LLMEngine
+    made, begun = LLMEngine.from_engine_args, []
+    LLMEngine.from_engine_args = lambda arguments: begun.append(arguments.async_scheduling) or made(arguments)
     timed = Timed(["--model", sys.argv[1], *flags], 2)
     asked = {"few": (2, 32), "many": (8, 320), "long": (1, 510), "again": (8, 16)}
-    print(json.dumps({name: decoding_in_timed_steps(timed, *shot) for name, shot in asked.items()}), file=out)
+    found = {name: decoding_in_timed_steps(timed, *shot) for name, shot in asked.items()}
+    print(json.dumps({**found, "ahead": begun}), file=out)
 """
 
 
@@ -56,3 +60,4 @@ def test_all_requests_decode_in_every_timed_step_however_many_steps_their_prompt
     assert found["many"] == 5 * [[1] * 8]  # ten steps of prompts: who came first waits for the last
     assert "do not decode in one step" in found["long"]  # the model's context is at its end before
     assert found["again"] == 5 * [[1] * 8]
+    assert found["ahead"] == [False]  # an engine that schedules ahead, as GPUs' do, makes no whole steps

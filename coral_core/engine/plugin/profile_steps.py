@@ -49,6 +49,8 @@ class Timed:
         arguments.hf_overrides = functools.partial(truncated, layers=layers)
         arguments.load_format = "dummy"
         arguments.enable_prefix_caching = False
+        # A GPU's engine would schedule ahead: a call of its step would then not be a step, and a prompt would take two.
+        arguments.async_scheduling = False
         self.engine = LLMEngine.from_engine_args(arguments)
         core = self.engine.engine_core.engine_core
         blocks = core.scheduler.kv_cache_config.num_blocks
