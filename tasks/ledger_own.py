@@ -39,7 +39,9 @@ def own_runs(file: Path, *, engine: str) -> tuple[list[Compared], dict[str, int]
     found: list[Compared] = []
     left_out: dict[str, int] = {}
     for where, row in _rows(file):
-        measured = {metric: _number(row, metric, where) for metric in ("ttft_s", "tpot_s")}
+        output_tokens = _number(row, "output_tokens", where)
+        metrics = ("ttft_s", "tpot_s") if output_tokens > 1 else ("ttft_s",)  # one token has no further ones
+        measured = {metric: _number(row, metric, where) for metric in metrics}
         try:
             shape = model_by_any_name(models, row["model"])
             point = ServingPoint(
@@ -48,7 +50,7 @@ def own_runs(file: Path, *, engine: str) -> tuple[list[Compared], dict[str, int]
                 gpu=gpu_by_any_name(gpus, row["gpu"]),
                 tp=_whole(row, "tp", where),
                 input_tokens=_number(row, "input_tokens", where),
-                output_tokens=_number(row, "output_tokens", where),
+                output_tokens=output_tokens,
                 concurrency=_whole(row, "concurrency", where),
             )
             guess = predict(point)
@@ -65,10 +67,10 @@ def own_runs(file: Path, *, engine: str) -> tuple[list[Compared], dict[str, int]
                 gpu=point.gpu.name,
                 phase="aggregated",
                 metric=metric,
-                predicted=predicted,
-                measured=measured[metric],
+                predicted=getattr(guess, metric),
+                measured=measured_s,
             )
-            for metric, predicted in (("ttft_s", guess.ttft_s), ("tpot_s", guess.tpot_s))
+            for metric, measured_s in measured.items()
         ]
     return found, left_out
 

@@ -241,15 +241,16 @@ def test_own_measurements_have_a_ledger_of_their_own(tmp_path: Path, capsys: pyt
     assert imported(file, store) == 0
     runs = tmp_path / "runs.csv"
     header = "model,dtype,gpu,tp,input_tokens,output_tokens,concurrency,ttft_s,tpot_s\n"
-    runs.write_text(f"{header}openai/gpt-oss-120b,,h100_sxm,2,1024,1024,16,0.09,0.008\n", encoding="utf-8")
+    rows = "openai/gpt-oss-120b,,h100_sxm,2,1024,1024,16,0.09,0.008\ngpt-oss-120b,,H100,2,1024,1,16,0.09,0\n"
+    runs.write_text(f"{header}{rows}", encoding="utf-8")
     capsys.readouterr()
     url = ["--store", f"file://{store}"]
     assert run(["ledger", "--runs", str(runs), "--profiles", *url, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     found = {(row["model"], row["gpu"], row["phase"], row["metric"]): row["n"] for row in document["entries"]}
     assert found == {
-        ("gpt-oss-120b", "H100", "aggregated", "ttft_s"): 1,
-        ("gpt-oss-120b", "H100", "aggregated", "tpot_s"): 1,
+        ("gpt-oss-120b", "H100", "aggregated", "ttft_s"): 2,
+        ("gpt-oss-120b", "H100", "aggregated", "tpot_s"): 1,  # one output token has no time per further one
         ("llama-3-70b", "L4", "prefill", "layer_time_s"): 2,
         ("llama-3-70b", "L4", "decode", "layer_time_s"): 2,
     }
