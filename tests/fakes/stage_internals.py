@@ -33,6 +33,7 @@ INTERNALS = {
     "vllm.v1.core.sched.scheduler:Scheduler.__init__": "c02680245672",
     "vllm.v1.core.sched.scheduler:Scheduler.schedule": "da4f2cf2fc39",
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": "85b29db96051",
+    "vllm.v1.core.sched.scheduler:Scheduler.make_stats": "8963d2ab6518",
     "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": "4113f5de8a84",
     "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule": "2b527eb8070d",
     "vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data": "8aeb1dc3ba93",

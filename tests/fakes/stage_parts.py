@@ -13,17 +13,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import zmq
 from vllm.distributed import parallel_state
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
 
 from coral_core.engine.plugin import stage_rank
 from coral_core.engine.plugin.kv_scheduler import Fetch, Grant, StepMetadata
 from coral_core.engine.plugin.stage_layout import BlockPools, Layout, Node, Stage
 from coral_core.engine.plugin.stage_node import StageNode
-from coral_core.engine.plugin.stage_pipeline import Pipeline
+from coral_core.engine.plugin.stage_pipeline import Outcome, Pipeline
 from coral_core.engine.plugin.stage_rank import Rank, Ranks
 from coral_core.engine.plugin.stage_scheduler import StageScheduler
 from coral_core.engine.plugin.stage_wire import Hub, Wire
@@ -42,13 +47,13 @@ class SilentHub:
         self.sent.append(message)
 
 
-def pipeline_of(*stages: str) -> tuple[Pipeline, SilentHub]:
+def pipeline_of(*stages: str, step_timeout_s: float = PATIENT_S) -> tuple[Pipeline, SilentHub]:
     """One node for each letter."""
     layout = Layout(
         stages=tuple(Stage(layers=1, nodes=tuple(Node(name=name, local=True) for name in stage)) for stage in stages)
     )
     hub = SilentHub()
-    pipeline = Pipeline(layout, hub, PATIENT_S)
+    pipeline = Pipeline(layout, hub, step_timeout_s)
     pipeline.pools = BlockPools({node.name: 9 for node in layout.nodes})
     return pipeline, hub
 
@@ -113,6 +118,43 @@ def a_path_that_waits() -> None:
     pipeline, hub = pipeline_of("ab", "c")
     pipeline.dispatch([(pipeline.bindings.bind("r"), step_of())], {})
     assert hub.sent == []
+
+
+def a_step_that_never_comes_back() -> None:
+    """The engine ends after it, though steps of other nodes come back all the time."""
+    pipeline, hub = pipeline_of("ab", "cd", step_timeout_s=0.5)
+    path = pipeline.bindings.bind("r")
+    pipeline.dispatch([(path, step_of(tokens=4))], {})
+    began, error = time.monotonic(), ""
+    while not error and time.monotonic() - began < PATIENT_S:
+        time.sleep(0.1)
+        hub.events.put(("d", ("done", [], ModelRunnerOutput(req_ids=[], req_id_to_index={}))))
+        try:
+            pipeline.wait()
+        except TimeoutError as found:
+            error = str(found)
+    assert f"from nodes {', '.join(path)}, though others do" in error
+    assert time.monotonic() - began > 3.0, error
+
+
+def statistics_of_several_parts() -> None:
+    """They are made once for all that came back: making them takes what was counted, and only the newest is told."""
+    made: list[int] = []
+
+    def stats_of(_self: object) -> SchedulerStats:
+        made.append(len(made) + 1)
+        return SchedulerStats(num_running_reqs=made[-1])
+
+    def updated(self: StageScheduler, _step: object, _result: object) -> dict[int, EngineCoreOutputs]:
+        return {0: EngineCoreOutputs(scheduler_stats=self.make_stats())}
+
+    scheduler = StageScheduler.__new__(StageScheduler)
+    scheduler._late_blocks = {}
+    result = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+    outcome = Outcome(req_ids=[], req_id_to_index={}, parts=[({}, result), ({}, result)])
+    with patch.object(Scheduler, "make_stats", stats_of), patch.object(Scheduler, "update_from_output", updated):
+        told = scheduler.update_from_output(step_of(), outcome)
+    assert (made, told[0].scheduler_stats.num_running_reqs) == ([1], 1)
 
 
 def two_questions_after_a_loss() -> None:
@@ -224,6 +266,8 @@ def parts(_model: str, _port: int) -> dict[str, Any]:
         transfers_whose_only_holder_is_lost,
         a_node_lost_while_nobody_is_served,
         a_path_that_waits,
+        a_step_that_never_comes_back,
+        statistics_of_several_parts,
         two_questions_after_a_loss,
         a_stranger_with_any_name,
         a_connection_that_idles,

@@ -37,7 +37,7 @@ class PagedCache:
     def read(self, chunk: Chunk, slots: npt.NDArray[np.int64]) -> memoryview:
         """A copy of the chunk's elements, [token, head, content], as bytes."""
         cache = self._cache(chunk)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.device_of(cache), torch.cuda.stream(self._stream):  # threads begin with the first device
             found = cache[self._where(chunk, slots, cache.device)]
             if self._stream is not None:
                 staged = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
@@ -50,7 +50,7 @@ class PagedCache:
         """Put the elements of a chunk into their slots; when it returns, they are there."""
         cache = self._cache(chunk)
         given = torch.frombuffer(payload, dtype=cache.dtype).view(len(slots), chunk.heads[1] - chunk.heads[0], -1)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.device_of(cache), torch.cuda.stream(self._stream):
             if self._stream is not None:
                 given = given.pin_memory().to(cache.device, non_blocking=True)
             cache[self._where(chunk, slots, cache.device)] = given

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
@@ -31,6 +32,7 @@ from coral_core.engine.plugin.stage_wire import START_SILENCE_S, Hub, keys_for
 
 logger = init_logger("vllm.coral.stage")
 VLLM_SERIES: Final = "0.32."
+_END_S: Final = 5.0
 
 
 class StageExecutor(Executor):
@@ -212,9 +214,10 @@ class StageExecutor(Executor):
     def shutdown(self) -> None:
         """End the nodes."""
         self._hub.close()
+        until_s = time.monotonic() + _END_S
         for child in self._children:
             try:
-                child.wait(timeout=5.0)
+                child.wait(timeout=max(0.0, until_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
 

@@ -32,6 +32,8 @@ from coral_core.engine.plugin.stage_wire import Hub, Message
 logger = logging.getLogger("vllm.coral.stage")
 _IDLE_WAIT_S: Final = 0.002
 _CHECK_S: Final = 0.5
+_OLDEST: Final = 6
+"""Of so many step limits a step has failed that has not come back, though others do: a node of it hangs."""
 
 
 @dataclass
@@ -55,7 +57,8 @@ class Pipeline:
         self._hub = hub
         self._step_timeout_s = step_timeout_s
         self._number = 0
-        self._flying: dict[tuple[int, str], int] = {}
+        self._flying: dict[tuple[int, str], tuple[int, float]] = {}  # tokens, and when they were sent
+        self._listened_s = ListeningClock(time.monotonic, most_s=step_timeout_s)
         self._steps_of: Counter[str] = Counter()
         self._known: set[str] = set()
         self._ending: set[str] = set()
@@ -112,7 +115,7 @@ class Pipeline:
             for request_id in output.finished_req_ids:
                 self._end(request_id)
             for request_id, tokens in output.num_scheduled_tokens.items():
-                self._flying[self._number, request_id] = tokens
+                self._flying[self._number, request_id] = tokens, self._listened_s()
                 self._steps_of[request_id] += 1
                 self._known.add(request_id)
             for node in path:
@@ -143,6 +146,7 @@ class Pipeline:
             outcome.kv_connector_output = self._transfers.ended()
             if not self._flying:
                 break
+            self._check_oldest()
         return outcome
 
     def release(self, request_id: str) -> None:
@@ -181,6 +185,13 @@ class Pipeline:
         waiting = sorted({node for _, request_id in self._flying for node in self.bindings.paths[request_id]})
         raise TimeoutError(f"nothing came back in {self._step_timeout_s:.0f} s from nodes {', '.join(waiting)}")
 
+    def _check_oldest(self) -> None:
+        (_, request_id), (_, sent_s) = next(iter(self._flying.items()))
+        waited_s = self._listened_s() - sent_s
+        if waited_s > _OLDEST * self._step_timeout_s:
+            nodes = ", ".join(self.bindings.paths[request_id])
+            raise TimeoutError(f"a step did not come back in {waited_s:.0f} s from nodes {nodes}, though others do")
+
     def _now(self) -> tuple[str, Message] | None:
         try:
             return self._hub.events.get_nowait()
@@ -209,7 +220,7 @@ class Pipeline:
 
     def _land(self, key: tuple[int, str]) -> int:
         request_id = key[1]
-        tokens = self._flying.pop(key)
+        tokens, _ = self._flying.pop(key)
         self._steps_of[request_id] -= 1
         if not self._steps_of[request_id]:
             del self._steps_of[request_id]

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -45,6 +46,7 @@ class StageScheduler(Scheduler):
         self.defer_block_free = False  # blocks wait here for their request's steps, not for the steps before them
         self._late_blocks: dict[str, list[KVCacheBlock]] = {}
         self._turn = 0
+        self._tells = True
         self._count_on_nodes()
         if isinstance(self.connector, CoralKVConnector):
             pipeline = self.pipeline
@@ -72,11 +74,17 @@ class StageScheduler(Scheduler):
         self._free_late_blocks()
         whole: dict[int, EngineCoreOutputs] = {}
         transfers = ModelRunnerOutput.with_kv_conn_output_only(model_runner_output.kv_connector_output)
-        for tokens, result in [*model_runner_output.parts, ({}, transfers)]:
+        parts = [*model_runner_output.parts, ({}, transfers)]
+        for number, (tokens, result) in enumerate(parts, 1):
+            self._tells = number == len(parts)
             _add(whole, super().update_from_output(outcome_of(tokens), result))
         if model_runner_output.lost:
             _add(whole, self._fail(model_runner_output.lost))
         return whole
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:  # noqa: ANN401 - vLLM's own
+        """Once per outcome: what is counted since the last time is told, and forgotten."""
+        return super().make_stats(*args, **kwargs) if self._tells else None
 
     def _ready_paths(self) -> list[Path]:
         bind = self.pipeline.bindings.bind
