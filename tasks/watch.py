@@ -166,6 +166,9 @@ def look(watched: Watched) -> tuple[Look, tuple[str, ...]]:
     now = watched.provider.clock.now()
     if not list_plans(store, fleet):
         return _nothing(), (f"fleet {fleet} has no plan yet",)
+    # Whoever releases a fleet must not have it rented again for being gone.
+    if any(run.mode == "teardown" for run in list_runs(store, fleet, newest=1, acted=True)):
+        return _nothing(), (f"fleet {fleet} was torn down: nothing is watched until a run acts again",)
     plan = read_plan(store, fleet)
     snapshot = open_library(store, resolved.scenario.library_name)
     seen = observe(watched.provider, store, fleet, resolved, snapshot, regions=used_regions(store, fleet))

@@ -11,6 +11,7 @@ from artifacts.demand import append_demand
 from artifacts.library import open_library
 from artifacts.store import open_store
 from coral_core.clock import ManualClock
+from coral_core.cloud.engine_port import Readiness
 from coral_core.cloud.events import EventKind, what_holds
 from coral_core.cloud.fake import FakeCloud, FakeEngine
 from coral_core.config.demand import DemandSpec
@@ -22,6 +23,7 @@ from tasks.executor import InlineExecutor
 from tasks.library import build_library, build_spec_from_scenario
 from tasks.providers import Provider, rehearsal_zones, stated_supply
 from tasks.reallocate import Wish, goal_of, plan_from, record_plan, see
+from tasks.teardown import release_of
 from tasks.watch import Watched, look
 from tests.fakes.acting_cases import PATIENCE
 from tests.fakes.fleet_cases import START
@@ -57,13 +59,17 @@ def watched(built) -> Watched:
     return Watched(resolved=resolved, store=store, fleet=fleet, provider=provider, demand=DemandSpec())
 
 
+def job_of(watched) -> Job:
+    return Job(store=watched.store, fleet=watched.fleet, provider=watched.provider, patience=PATIENCE, holder="a test")
+
+
 def run(watched, *, max_usd_per_h=50.0, rate=None):
     """Plan and carry it out, as a run in mode apply does."""
     resolved = watched.resolved
     if rate is not None:
         (model,) = resolved.models
         resolved = replace(resolved, models=(replace(model, demand=replace(model.demand, requests_per_s=rate)),))
-    job = Job(store=watched.store, fleet=watched.fleet, provider=watched.provider, patience=PATIENCE, holder="a test")
+    job = job_of(watched)
     snapshot = open_library(watched.store, "two-regions")
     wish = Wish(resolved=resolved, snapshot=snapshot, max_nodes=40, max_usd_per_h=max_usd_per_h)
     lease, seen = take(job), see(job, wish)
@@ -106,6 +112,38 @@ def test_a_fleet_that_is_its_plan_is_no_news(watched):
     assert found.held["phi-4"] >= 1.0
     assert found.asked == {}
     assert notes == ("the demand of phi-4 is not watched: measurements are missing or stale",)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_fleet_that_was_torn_down_is_not_asked_for_again(watched, finished):
+    run(watched)
+    job = job_of(watched)
+    lease, release = take(job), release_of(job)
+    if finished:
+        carry_out(job, lease, release.goal)
+    else:
+        died = replace(watched.provider, engine=Dying())
+        with pytest.raises(KeyboardInterrupt):
+            carry_out(replace(job, provider=died), lease, release.goal)
+        watched.provider.provisioner.kill(watched.provider.provisioner.held()[0].node_id)
+    found, notes = look(watched)
+    assert what_holds(found, tolerance_frac=0.1) == ()
+    assert notes == (f"fleet {watched.fleet} was torn down: nothing is watched until a run acts again",)
+    watched.provider.clock.advance(600)
+    run(watched)
+    assert sum(look(watched)[0].wanted.values()) > 0
+
+
+class Dying:
+    """A serving side at whose first call the run dies."""
+
+    def ready(self, instance):
+        return Readiness.READY
+
+    def set_weight(self, instance, weight):
+        raise KeyboardInterrupt
+
+    drain = ready
 
 
 def test_dead_and_leaving_instances_are_seen(watched):
