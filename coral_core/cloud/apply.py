@@ -37,7 +37,7 @@ from coral_core.cloud.reconcile import reconcile
 from coral_core.cloud.steps import Action, Due, Reconciliation, Step, Unmet
 from coral_core.domain.fleet import FleetLimits, FleetPlan, ForeignNode, Node, NodeState, Offer
 from coral_core.domain.hardware import Market
-from coral_core.errors import ProvisionError
+from coral_core.errors import ProvisionError, ServingError
 
 Answer = TypeVar("Answer")
 
@@ -94,6 +94,7 @@ class _Run:
         self.weight: dict[str, float] = {}
         self.drain_since_s: dict[str, float] = {}
         self.drained: set[str] = set()
+        self.unheard: set[tuple[Action, str]] = set()  # told of already: the gateway failed in this
         self.burnt: set[str] = set()
         self.exhausted: set[Exhausted] = set()
         self.failures: list[StartFailure] = []
@@ -293,7 +294,11 @@ class _Run:
 
     def _set_weight(self, step: Step, instance: Instance) -> None:
         self._permit()
-        self.ports.engine.set_weight(instance, step.weight)
+        try:
+            self.ports.engine.set_weight(instance, step.weight)
+        except ServingError as error:
+            self._note_unheard(step, error)
+            return
         self.weight[step.instance_id] = step.weight
         if step.weight > 0:  # kept after all
             self.drain_since_s.pop(step.instance_id, None)
@@ -305,12 +310,22 @@ class _Run:
         now_s = self.ports.clock.monotonic_s()
         first = step.instance_id not in self.drain_since_s
         waited_s = now_s - self.drain_since_s.setdefault(step.instance_id, now_s)
-        empty = self.ports.engine.drain(instance)
+        try:
+            empty = self.ports.engine.drain(instance)
+        except ServingError as error:
+            empty = False
+            self._note_unheard(step, error)
         if empty or waited_s >= self.policy.drain_timeout_s:
             self.drained.add(step.instance_id)
             self._record(step, "drained" if empty else f"given up after {waited_s:.0f} s, requests are cut off")
         elif first:
             self._record(step, f"{step.reason}: draining")
+
+    def _note_unheard(self, step: Step, error: ServingError) -> None:
+        """Say once that the gateway has failed; the next round asks again. What is paid for must not stay for its sake."""
+        if (step.action, step.instance_id) not in self.unheard:
+            self.unheard.add((step.action, step.instance_id))
+            self._record(step, f"again later: {error}")
 
     def _release_groups(self, todo: Reconciliation) -> None:
         """Once, at the end: a group still in use stays for the next run, it costs nothing."""

@@ -1,0 +1,70 @@
+"""The executor while the gateway's admin side fails: nothing that is paid for stays for its sake."""
+
+from __future__ import annotations
+
+import pytest
+
+from coral_core.cloud.engine_port import Readiness
+from coral_core.cloud.ports import ApplyStatus
+from coral_core.errors import ServingError
+from tests.fakes.fleet_cases import ONE, THREE, TWO, World, apply_policy, counts, limits, plan, wanted
+
+
+class Away:
+    """The world's serving side behind a gateway that fails every time, or (`hiccups`) every other time that it is told something."""
+
+    def __init__(self, world, *, hiccups=False):
+        self.engine, self.hiccups, self.told = world.engine, hiccups, 0
+
+    def _engine(self):
+        self.told += 1
+        if self.hiccups and self.told % 2 == 0:
+            return self.engine
+        raise ServingError("the gateway does not answer: refused")
+
+    def ready(self, instance):
+        return self.engine.ready(instance) if self.hiccups else Readiness.UNKNOWN
+
+    def set_weight(self, instance, weight):
+        self._engine().set_weight(instance, weight)
+
+    def drain(self, instance):
+        return self._engine().drain(instance)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_teardown_releases_all_though_the_gateway_is_away(world):
+    world.apply(plan(wanted(ONE, 2), wanted(THREE, 1)), limits())
+    world.events.clear()
+    report = world.apply(plan(plan_id="none"), limits(), engine=Away(world))
+    assert report.status is ApplyStatus.CONVERGED
+    assert world.fleet() == {}
+    said = [event.outcome for event in world.events]
+    assert sum("the gateway does not answer" in outcome for outcome in said) == 2 * 3  # weight and drain, once each
+    assert sum("given up after" in outcome for outcome in said) == 3
+
+
+def test_a_gateway_that_fails_now_and_then_is_told_again_and_loses_no_requests(world):
+    world.apply(plan(wanted(ONE, 2)), limits())
+    goal = plan(wanted(TWO, 1), plan_id="plan-2")
+    world.events.clear()
+    report = world.apply(goal, limits(), engine=Away(world, hiccups=True))
+    assert report.status is ApplyStatus.CONVERGED
+    assert world.fleet() == counts(goal)
+    assert {world.engine.weight[node.tags.instance_id] for node in report.nodes if node.live} == {350.0}
+    assert sum(event.outcome == "drained" for event in world.events) == 2
+
+
+def test_what_has_failed_is_stopped_though_nobody_can_be_told(world):
+    goal = plan(wanted(ONE, 2))
+    world.apply(goal, limits())
+    dead = world.cloud.held()[0].node_id
+    world.cloud.halt(dead)
+    report = world.apply(goal, limits(), apply_policy(deadline_s=300.0), engine=Away(world))
+    assert report.status is ApplyStatus.DEADLINE  # nobody can say whether its replacement answers
+    assert dead not in {machine.node_id for machine in world.cloud.held()}
+    assert world.fleet() == counts(goal)
