@@ -54,7 +54,7 @@ from coral_core.errors import CoralError, InputError, StoreConflictError, StoreE
 from tasks.observe import cost_usd_per_h, foreign_lines, list_fleet
 from tasks.providers import Provider, open_provider
 
-Zones = Mapping[tuple[str, str], Sequence[str]]
+Zones = Mapping[Offer, Sequence[str]]
 Mode = Literal["apply", "approve", "teardown"]
 
 _HISTORY: Final = 20

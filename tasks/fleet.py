@@ -128,7 +128,7 @@ def diff_document(job: Job, at: datetime | None = None) -> dict[str, Any]:
             mode="apply",
             plan=stored.plan,
             limits=limits_of(prices, available, max_nodes=sum(available.values()), max_usd_per_h=math.inf),
-            zones={(item["region"], item["config"]): item["zones"] for item in supply["offers"]},
+            zones={_offer(item): item["zones"] for item in supply["offers"]},
             regions=all_regions(job),
         ),
     )

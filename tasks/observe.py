@@ -162,12 +162,9 @@ def cost_usd_per_h(nodes: Iterable[Node], prices: Mapping[Offer, float]) -> floa
     return None if None in each else math.fsum(price for price in each if price is not None)
 
 
-def zones_of(supply: Supply) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Zones of each (region, configuration), best first: as for on-demand nodes where both markets are there."""
-    found: dict[tuple[str, str], tuple[str, ...]] = {}
-    for (region, config, _), state in sorted(supply.offers.items()):
-        found.setdefault((region, config), state.zones)
-    return found
+def zones_of(supply: Supply) -> dict[Offer, tuple[str, ...]]:
+    """Zones of each offer, best first."""
+    return {offer: state.zones for offer, state in supply.offers.items()}
 
 
 def recent_failures(store: Store, fleet: str, *, now: datetime) -> list[StartFailure]:

@@ -252,23 +252,29 @@ class _RegionView:
         return None
 
     def _price(self, config: str, market: Market, sold: Sequence[str]) -> Reading[float]:
-        """The on-demand price, or the cheapest zone's spot price."""
+        """The on-demand price, or the spot price of the zone that a start is tried in first."""
         what = f"{market} price of {config}"
         if market is Market.ON_DEMAND:
             return self._fresh(what, self.price.get(config), self.ages.price_s, self.price_fault)
-        readings = [self.spot[config, zone] for zone in sold if (config, zone) in self.spot]
+        priced = [zone for zone in sold if (config, zone) in self.spot]
+        willing = [zone for zone in priced if zone not in self._refusing(config, market)] or priced
+        readings = [self.spot[config, zone] for zone in willing]
         young = [reading for reading in readings if self._age_s(reading) <= self.ages.spot_s]
         cheapest = min(young or readings, key=lambda reading: reading.value, default=None)
         return self._fresh(what, cheapest, self.ages.spot_s, self.spot_fault)
 
     def _best_first(self, config: str, market: Market, sold: Sequence[str]) -> tuple[str, ...]:
-        refused = {f.zone for f in self.recent if f.offer == (self.region, config, market)}
+        refused = self._refusing(config, market)
 
         def rank(zone: str) -> tuple[bool, float, str]:
             price = self.spot.get((config, zone)) if market is Market.SPOT else None
             return (zone in refused, price.value if price else math.inf, zone)
 
         return tuple(sorted(sold, key=rank))
+
+    def _refusing(self, config: str, market: Market) -> set[str]:
+        """Zones that lately refused an offer."""
+        return {f.zone for f in self.recent if f.offer == (self.region, config, market)}
 
     def _age_s(self, reading: Reading[Value]) -> float:
         return (self.now - reading.as_of).total_seconds()

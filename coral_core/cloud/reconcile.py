@@ -192,11 +192,8 @@ class _Diff:
     def _zone(self, wanted: Wanted) -> str | None:
         """The best zone that sells every configuration of the template and has refused none of them in this run."""
         configs = list(wanted.spec.combination)
-        common = [
-            zone
-            for zone in self.policy.zones.get((wanted.region, configs[0]), ())
-            if all(zone in self.policy.zones.get((wanted.region, other), ()) for other in configs[1:])
-        ]
+        first, *others = (self.policy.zones.get((wanted.region, config, wanted.market), ()) for config in configs)
+        common = [zone for zone in first if all(zone in other for other in others)]
         return next(
             (z for z in common if not any(self._refused(wanted.region, z, config, wanted) for config in configs)), None
         )

@@ -80,13 +80,14 @@ class Reconciliation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReconcilePolicy:
-    """How fast and how patient. `zones[region, config]` lists the zones that offer a configuration, best first.
+    """How fast and how patient. `zones[offer]` lists the zones that sell it, best first: spot prices differ by zone.
 
-    `max_starting` and `max_draining` bound how many instances are under way at once. `lost_grace_s`: for how long an engine that
+    `max_starting` and `max_draining` bound how many instances are under way at once. `start_timeout_s`: for what the serving side
+    does not say to be starting, which has its engine's own limit. `lost_grace_s`: for how long an engine that
     has lost a node and may go on need not answer.
     """
 
-    zones: Mapping[tuple[str, str], Sequence[str]]
+    zones: Mapping[Offer, Sequence[str]]
     max_starting: int = 8
     max_draining: int = 8
     start_timeout_s: float = 900.0

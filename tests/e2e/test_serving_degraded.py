@@ -129,7 +129,7 @@ class Wide:
                 max_nodes=8, max_usd_per_h=10.0, price_usd_per_h={("local", CONFIG, Market.ON_DEMAND): 0.05}
             ),
             policy=ApplyPolicy(
-                reconcile=ReconcilePolicy(zones={("local", CONFIG): ("local-a",)}),
+                reconcile=ReconcilePolicy(zones={("local", CONFIG, Market.ON_DEMAND): ("local-a",)}),
                 settle_s=0.0,
                 poll_s=0.5,
                 deadline_s=500.0,

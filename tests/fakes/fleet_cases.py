@@ -59,7 +59,9 @@ def limits(*, max_nodes: int = 20, max_usd_per_h: float = 60.0, **changes) -> Fl
     return FleetLimits(max_nodes=max_nodes, max_usd_per_h=max_usd_per_h, **values)
 
 
-POLICY = ReconcilePolicy(zones={(region, config): zones for region, zones in ZONES.items() for config in USD_PER_H})
+POLICY = ReconcilePolicy(
+    zones={(region, config, m): zones for region, zones in ZONES.items() for config in USD_PER_H for m in Market}
+)
 
 
 def apply_policy(**changes) -> ApplyPolicy:

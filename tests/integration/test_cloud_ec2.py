@@ -104,7 +104,7 @@ class Operator:
         supply = self.supply()
         self.server.rules += rules
         prices = {o: s.price_usd_per_h.value for o, s in supply.offers.items() if o not in supply.gaps}
-        zones = {(r, c): s.zones for (r, c, m), s in supply.offers.items() if m is Market.ON_DEMAND}
+        zones = {offer: state.zones for offer, state in supply.offers.items()}
         policy = ApplyPolicy(
             reconcile=ReconcilePolicy(zones=zones), poll_s=0.05, settle_s=0.5, max_backoff_s=0.2, deadline_s=60.0
         )

@@ -217,7 +217,9 @@ def test_only_models_that_are_complete_let_go():
 
 
 def test_no_zone_for_all_nodes_is_said():
-    policy = replace(POLICY, zones={("east", "a"): ("east-a",), ("east", "b"): ("east-b",)})
+    policy = replace(
+        POLICY, zones={("east", "a", Market.ON_DEMAND): ("east-a",), ("east", "b", Market.ON_DEMAND): ("east-b",)}
+    )
     result = run(plan(wanted(TWO, 2)), [], policy=policy)
     assert result.steps == ()
     assert result.stuck

@@ -13,11 +13,14 @@ from coral_core.cloud.fleet_view import holdings
 from coral_core.cloud.observe import MaxAge, Sources, observe_supply
 from coral_core.cloud.ports import StartFailure
 from coral_core.cloud.provisioner import CloudBusyError, Refusal
+from coral_core.cloud.reconcile import reconcile
+from coral_core.cloud.steps import ReconcilePolicy
 from coral_core.cloud.supply import Gap, GapKind, Reading, Supply, planning_arrays
 from coral_core.domain.allocation import InstanceCount, Pool, Running
 from coral_core.domain.fleet import FleetId
 from coral_core.domain.hardware import Market
 from coral_core.errors import DataGapError, InputError, ProvisionError
+from tasks.observe import zones_of
 from tests.fakes.fleet_cases import FLEET, ONE, START, THREE, TWO, World, limits, plan, wanted
 
 OFFER = ("east", "a", Market.ON_DEMAND)
@@ -134,6 +137,18 @@ def test_prices_are_on_demand_or_the_cheapest_zone():
     assert value(supply.offers[SPOT].price_usd_per_h) == 0.4
     assert supply.offers[SPOT].zones == ("east-b", "east-a")
     assert supply.offers[OFFER].zones == ("east-a", "east-b")
+
+
+def test_a_spot_node_is_priced_at_and_started_in_the_cheapest_zone_that_has_not_refused():
+    refused = [replace(failure("east-b"), market=Market.SPOT)]
+    for failures, zone, usd in (([], "east-b", 0.4), (refused, "east-a", 0.5)):
+        supply = observe(Table(), failures=failures)
+        assert value(supply.offers[SPOT].price_usd_per_h) == usd
+        policy = ReconcilePolicy(zones=zones_of(supply))
+        for market, place in ((Market.SPOT, zone), (Market.ON_DEMAND, "east-a")):
+            goal = plan(wanted(ONE, 1, market=market))
+            [step] = reconcile(goal, [], limits=limits(), policy=policy, now=START).steps
+            assert step.orders[0].zone == place
 
 
 @pytest.mark.parametrize(
