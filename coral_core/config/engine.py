@@ -22,7 +22,7 @@ class ModelTermsSpec(Strict):
     path: Text = Field(description="folder on the node, or a name that the node can download")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = None
     quantization: Annotated[str, Field(pattern=r"^[a-z0-9_-]+$")] | None = None
-    max_model_len_tokens: Count | None = Field(default=None, description="default: the model's own limit")
+    max_model_len_tokens: Count | None = Field(default=None, description="default: of the model's own what has room")
     max_num_seqs: Count | None = None
     max_num_batched_tokens: Count | None = None
     block_size_tokens: Count | None = None

@@ -6,7 +6,8 @@ replica: a pipeline of P ranks gets P times as many.
 
     request limit  P x max_batch_requests (x nodes of the largest stage)
     token limit    prefill: max_prefill_tokens; decode: the request limit; aggregated: max_prefill_tokens + max_batch_requests
-    context        the model's own, unless the terms bound it
+    context        what the terms say; else a chain's engines take as much of the model's own as has room in their KV cache,
+                   since capacities see to room for mean requests only
 """
 
 from __future__ import annotations
@@ -76,6 +77,11 @@ class Commands:
         return self.places[0].first_port
 
     @property
+    def longest(self) -> int | str:
+        """The longest request where the terms do not say."""
+        return self.shape.max_context_tokens
+
+    @property
     def kv_role(self) -> str | None:
         """Which end of a KV transfer it is, if any."""
         return KV_ROLES.get(self.template.phase)
@@ -123,7 +129,7 @@ class Commands:
             "--dtype": model.dtype or _dtype(self.shape, self.template.variant),
             "--quantization": model.quantization,
             "--kv-cache-dtype": _kv_dtype(self.shape, self.template.variant),
-            "--max-model-len": model.max_model_len_tokens or self.shape.max_context_tokens,
+            "--max-model-len": model.max_model_len_tokens or self.longest,
             "--max-num-seqs": requests,
             "--max-num-batched-tokens": tokens,
             "--block-size": model.block_size_tokens,
@@ -197,6 +203,11 @@ class Chain(Commands):
         return self.layouts[0]
 
     @property
+    @property
+    def longest(self) -> str:
+        """What has room: vLLM refuses to start where one request of the model's whole context has no room."""
+        return "auto"
+
     def partition(self) -> tuple[int, ...]:
         """Layers of each pipeline rank."""
         return layer_partition(self.layers, [layout.pp for layout in self.layouts])

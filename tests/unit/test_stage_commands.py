@@ -53,6 +53,7 @@ def test_the_engine_runs_on_the_first_node_and_the_others_come_to_it():
         [("n0", 3.0, 2, True), ("n1", 1.0, 1, False)],
         [("n2", 2.0, 1, False)],
     ]
+    assert value(engine, "--max-model-len") == "40960"  # nodes of a stage have unlike room: one cannot speak for all
     assert [node.max_num_seqs for node in layout.nodes] == [3072, 1024, None]  # of 4096, by speed among unlike nodes
     assert (layout.listen, layout.key_file) == ("10.0.0.0:8001", "/fleet.key")
     assert (engine.ports, second.ports, third.ports) == ((8000, 8001), (8000,), (8000,))
