@@ -179,12 +179,11 @@ def runtimes_document(
 def state_runtimes(plan: dict[str, Any], scope: Scope, document: Mapping[str, Any]) -> None:
     """Put into a plan which runtime each instance needs or why there is none, its layouts, and what the restriction costs."""
     unrunnable = 0
+    connected = _by_connector(plan["instances"], scope)
     for item in plan["instances"]:
         name = split_market(item["template"])[0]
         why, layouts = scope.reasons(name), scope.layouts(name)
-        by_connector = (
-            scope.allowed is not None and Runtime.CORAL in scope.allowed and item["phase"] != Phase.AGGREGATED
-        )
+        by_connector = item["phase"] != Phase.AGGREGATED and item["model"] in connected
         first = (Runtime.CORAL,) if by_connector else tuple(Runtime)
         item["runtime"] = next((runtime.value for runtime in first if runtime not in why), None)
         item["not_runnable"] = {runtime.value: list(texts) for runtime, texts in why.items()}
@@ -197,6 +196,18 @@ def state_runtimes(plan: dict[str, Any], scope: Scope, document: Mapping[str, An
         *_notes(document, unrunnable, made_for=made_for),
         *_retired(plan["changes"], scope),
     ]
+
+
+def _by_connector(instances: Sequence[Mapping[str, Any]], scope: Scope) -> set[str]:
+    """The models whose prefill and decode exchange KV by our connector; where any template may be used, those that need it."""
+    connected: set[str] = set()
+    for item in instances:
+        if item["phase"] != Phase.AGGREGATED:
+            why = scope.reasons(split_market(item["template"])[0])
+            needed = Runtime.VLLM in why and Runtime.CORAL not in why
+            if needed if scope.allowed is None else Runtime.CORAL in scope.allowed:
+                connected.add(item["model"])
+    return connected
 
 
 def _notes(document: Mapping[str, Any], unrunnable_instances: int, *, made_for: bool) -> list[str]:

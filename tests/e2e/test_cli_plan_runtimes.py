@@ -100,7 +100,7 @@ def test_an_unrestricted_plan_says_how_much_of_it_nothing_runs(coral):
     lost = [item for item in plan["instances"] if item["runtime"] is None]
     notes = [note for note in plan["notes"] if "no runtime can run" in note]
     assert len(notes) == (1 if lost else 0)
-    assert all(set(item["not_runnable"]) == {"vllm", "coral"} for item in lost)
+    assert all("coral" in item["not_runnable"] for item in lost)
     if lost:
         assert notes[0].startswith(f"{sum(item['count'] for item in lost)} instances")
 
