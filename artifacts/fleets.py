@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any, Final, Literal, TypeVar
 
@@ -28,13 +28,15 @@ from artifacts.keys import (
     plan_group,
     time_text,
 )
-from artifacts.plans import PLAN
+from artifacts.plans import PLAN, StoredPlan, read_plan
 from artifacts.store import Store
 from coral_core.errors import InputError, ProvisionError, StoreConflictError, StoreError
 
 STEPS: Final = "steps.json"
 RESULT: Final = "result.json"
 _SCHEMA_VERSION: Final = 1
+_SKEW: Final = timedelta(minutes=5)
+"""Clocks of machines that plan differ by less."""
 _DAMAGED: Final = "the record is damaged or foreign: move it away"
 _STORED: Final = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -202,6 +204,17 @@ def list_runs(
     files = run_files(store, fleet, since=since)
     times = [time for time, names in sorted(files.items()) if STEPS in names or not acted]
     return [_listed(store, fleet, time, files[time]) for time in times[-newest if newest else 0 :]]
+
+
+def plan_in_force(store: Store, fleet: str, *, now: datetime) -> StoredPlan | None:
+    """The newest plan that a run set out to carry out; where none was, the newest. None where there is no plan.
+
+    Plans that were only asked for say nothing of the fleet, nor do those dated after `now`: a clock was wrong then.
+    """
+    files = run_files(store, fleet)
+    planned = [time for time, names in files.items() if PLAN in names and time <= now + _SKEW]
+    acted = [time for time in planned if STEPS in files[time]]
+    return read_plan(store, fleet, max(acted or planned)) if planned else None
 
 
 def run_files(store: Store, fleet: str, *, since: datetime | None = None) -> dict[datetime, frozenset[str]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from artifacts.fleets import Outcome, RunResult, read_identity, write_result
+from artifacts.fleets import Outcome, RunResult, plan_in_force, read_identity, write_result
 from artifacts.index import index_plans
 from artifacts.library import LibrarySnapshot
 from artifacts.plans import StoredPlan, list_plans, read_plan, write_plan
@@ -94,12 +94,13 @@ def see(job: Job, wish: Wish) -> Observation:
 
 def plan_from(job: Job, wish: Wish, seen: Observation, lowered: Mapping[Offer, int] | None = None) -> PlanOutcome:
     """The cheapest plan for the demand to be planned for, from what was seen; `lowered` is what refusals have shown."""
-    needed = wish.keep_running or wish.demand.method != "scenario"  # else a damaged one must not stand in the way
-    last = read_plan(job.store, job.fleet) if needed and list_plans(job.store, job.fleet) else None
+    measured = wish.demand.method != "scenario"  # else a damaged plan must not stand in the way
+    last = plan_in_force(job.store, job.fleet, now=seen.at) if measured else None
     demand = planned_demand(
         with_observed_prices(wish.resolved, seen.supply), job.store, job.fleet, wish.demand, now=seen.at, last=last
     )
-    kept = running_from_plan(last.plan) if wish.keep_running and last else None
+    keep = wish.keep_running and list_plans(job.store, job.fleet)
+    kept = running_from_plan(read_plan(job.store, job.fleet).plan) if keep else None
 
     def adjust(problem: AllocationProblem) -> AllocationProblem:
         found = observed_problem(problem, seen, lowered=lowered or {}, max_usd_per_h=wish.max_usd_per_h)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
 
-from artifacts.fleets import Outcome, list_runs, used_regions
+from artifacts.fleets import Outcome, list_runs, plan_in_force, used_regions
 from artifacts.library import open_library
-from artifacts.plans import StoredPlan, list_plans, read_plan
+from artifacts.plans import StoredPlan, read_plan
 from artifacts.store import Store
 from coral_core.clock import Clock
 from coral_core.cloud.engine_port import Engine, signals_of
@@ -164,12 +164,12 @@ def look(watched: Watched) -> tuple[Look, tuple[str, ...]]:
     """
     store, fleet, resolved = watched.store, watched.fleet, watched.resolved
     now = watched.provider.clock.now()
-    if not list_plans(store, fleet):
+    plan = plan_in_force(store, fleet, now=now)
+    if plan is None:
         return _nothing(), (f"fleet {fleet} has no plan yet",)
     # Whoever releases a fleet must not have it rented again for being gone.
     if any(run.mode == "teardown" for run in list_runs(store, fleet, newest=1, acted=True)):
         return _nothing(), (f"fleet {fleet} was torn down: nothing is watched until a run acts again",)
-    plan = read_plan(store, fleet)
     snapshot = open_library(store, resolved.scenario.library_name)
     seen = observe(watched.provider, store, fleet, resolved, snapshot, regions=used_regions(store, fleet))
     forecasts, notes = measured_demand(resolved, store, fleet, watched.demand, now=now)

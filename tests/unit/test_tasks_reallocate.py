@@ -10,6 +10,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
+from artifacts.demand import append_demand
 from artifacts.fleets import FleetIdentity, Outcome, claim_fleet, list_runs
 from artifacts.keys import time_text
 from artifacts.library import open_library
@@ -19,10 +20,12 @@ from coral_core.clock import ManualClock
 from coral_core.cloud.fake import FakeCloud, FakeEngine
 from coral_core.cloud.observe import Sources
 from coral_core.cloud.supply import Gap, GapKind, Reading
+from coral_core.config.demand import DemandSpec
 from coral_core.config.resolve import resolve_scenario
 from coral_core.config.scenario import load_scenario
 from coral_core.domain.hardware import Market
 from coral_core.errors import DataGapError, InputError, ProvisionError, StoreError
+from coral_core.forecast import DemandSample
 from tasks.apply import Job, carry_out, take
 from tasks.executor import InlineExecutor
 from tasks.library import build_library, build_spec_from_scenario
@@ -156,6 +159,24 @@ def test_the_last_plan_may_stand_for_what_runs(job, wish):
     job.provider.clock.advance(1)
     kept = plan_from(job, replace(wish, keep_running=True), see(job, wish))
     assert kept.plan["churn_usd_per_h"] == 0
+
+
+@pytest.mark.parametrize(("later_s", "acts"), [(60.0, False), (86_400.0, True)])
+def test_demand_falls_from_the_plan_in_force_and_not_from_one_that_was_only_asked_for(job, wish, later_s, acts):
+    """Nor from one of the future: a clock was wrong when it was made, and demand would never fall again."""
+    run(job, wish)
+    asked = plan_from(job, at_rate(wish, 100.0), see(job, wish))
+    stray = replace(job, provider=replace(job.provider, clock=ManualClock(start=START, elapsed_s=later_s)))
+    stored = record_plan(stray, asked)
+    if acts:
+        job.store.put(f"plans/{job.fleet}/{time_text(stored.record.time)}/steps.json", b"{}")
+    job.provider.clock.advance(600)
+    now_s = job.provider.clock.now().timestamp()
+    sample = DemandSample(time_s=now_s, duration_s=60.0, model="phi-4", requests_per_s=0.5)
+    append_demand(job.store, job.fleet, [sample], source="gw")
+    measured = replace(wish, demand=DemandSpec(method="last", down_s=600.0))
+    [row] = plan_from(job, measured, see(job, wish)).decision["demand_sources"]
+    assert row["previous_requests_per_s"] == wish.resolved.models[0].demand.requests_per_s
 
 
 def test_a_damaged_last_plan_stops_only_those_who_need_it(job, wish):
