@@ -12,7 +12,7 @@ from datetime import UTC
 from typing import Any, Final
 
 from coral_core.cloud.aws_codes import REFUSALS, AwsApi, AwsError, as_failure, pages
-from coral_core.cloud.provisioner import Listing, NodeOrder, Refused, Started, StartOutcome
+from coral_core.cloud.provisioner import Listing, NodeOrder, Refusal, Refused, Started, StartOutcome
 from coral_core.cloud.tags import FLEET_TAG, client_token, known_state, read_tags, write_tags
 from coral_core.domain.fleet import FleetId, ForeignNode, Node, NodeState
 from coral_core.domain.hardware import Market
@@ -93,8 +93,10 @@ class AwsProvisioner:
         try:
             answer = self._run(fleet, order)
         except AwsError as error:
-            if error.code in REFUSALS:
-                return Refused(refusal=REFUSALS[error.code], code=error.code, message=error.message)
+            # A group that was made a moment ago may not be seen yet.
+            refusal = Refusal.THROTTLED if error.code == _GROUP_UNKNOWN else REFUSALS.get(error.code)
+            if refusal is not None:
+                return Refused(refusal=refusal, code=error.code, message=error.message)
             raise as_failure(error, where=order.region) from error
         node = _node(fleet, order.region, answer["Instances"][0], account=answer["OwnerId"])
         if isinstance(node, ForeignNode):

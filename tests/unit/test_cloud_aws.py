@@ -11,7 +11,7 @@ from coral_core.clock import ManualClock
 from coral_core.cloud.aws_codes import REFUSALS, AwsError, as_failure, pages
 from coral_core.cloud.aws_provisioner import AwsLaunch, AwsProvisioner
 from coral_core.cloud.aws_sources import aws_sources
-from coral_core.cloud.provisioner import CloudBusyError, NodeOrder, Refused, Started
+from coral_core.cloud.provisioner import CloudBusyError, NodeOrder, Refusal, Refused, Started
 from coral_core.cloud.tags import check_fleet_name, client_token, instance_id, read_tags, write_tags
 from coral_core.domain.fleet import FleetId, NodeState, NodeTags, spec_of
 from coral_core.domain.hardware import Market
@@ -105,6 +105,13 @@ def test_a_missing_placement_group_is_made_once_and_a_race_for_it_is_no_error():
     api = Scripted({"run_instances": [unknown], "create_placement_group": [denied]})
     with pytest.raises(ProvisionError, match="create_placement_group: UnauthorizedOperation"):
         AwsProvisioner(api, AwsLaunch(launch_template="t")).start(FLEET, order())
+
+
+def test_a_placement_group_that_is_made_and_not_seen_yet_is_tried_again_later():
+    unknown = AwsError("InvalidPlacementGroup.Unknown", "why", "run_instances")
+    api = Scripted({"run_instances": [unknown, unknown], "create_placement_group": [{}]})
+    outcome = AwsProvisioner(api, AwsLaunch(launch_template="t")).start(FLEET, order())
+    assert outcome == Refused(refusal=Refusal.THROTTLED, code=unknown.code, message="why")
 
 
 @pytest.mark.parametrize(("code", "refusal"), REFUSALS.items())

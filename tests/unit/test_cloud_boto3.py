@@ -62,6 +62,20 @@ def test_one_call_is_one_request_whatever_comes_back(monkeypatch, status, body, 
         assert len(seen) == 1
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *((status, body) for status in (500, 502, 503, 504) for body in ("<html><body>a proxy's page", "")),
+        (500, "<Response><Errors><Error><Code>ServerInternal</Code></Error></Errors></Response>"),
+        (503, "<Response><Errors><Error><Code>EC2ThrottledException</Code></Error></Errors></Response>"),
+    ],
+)
+def test_passing_trouble_of_the_service_or_on_the_way_is_tried_again(monkeypatch, answer):
+    with server(*answer) as (url, _):
+        monkeypatch.setenv("AWS_ENDPOINT_URL_EC2", url)
+        assert REFUSALS[code_of(Boto3Api())].passing
+
+
 def test_no_credentials_no_connection_no_answer_and_no_such_region(monkeypatch):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
