@@ -292,16 +292,18 @@ class _Diff:
             yield _step(Action.STOP, instance, reason, due=due, nodes=instance.standing)
 
     def _in_the_way(self, blocked: Sequence[Step]) -> set[str]:
-        """The fewest surplus instances, in order, whose end makes room for the starts that a limit blocks."""
+        """The fewest surplus instances whose end makes room for the starts that a limit blocks: first those that go anyway."""
         room = self.budget.copy()
         for instance in self.instances:
             ending = {node.node_id for node in instance.nodes} - {node.node_id for node in instance.standing}
             failed = self.condition[instance.instance_id] is Condition.FAILED
             room.free(node for node in instance.nodes if failed or node.node_id in ending)
         chosen: set[str] = set()
+        draining = self.signals.draining
+        victims = sorted(self.surplus, key=lambda i: (not self._may_go(i, draining), i.launched_at))
         for step in blocked:
             wish = Counter((o.region, o.tags.config, o.market) for o in step.orders)
-            for victim in self.surplus:
+            for victim in victims:
                 lack, helpful = room.lacks(wish)
                 if not lack:
                     break

@@ -208,6 +208,21 @@ def test_the_youngest_surplus_goes_and_what_drains_already_goes_first():
     assert {s.instance_id for s in run(goal, nodes, signals=begun).steps if s.action is Action.STOP} == {"old"}
 
 
+def test_what_goes_anyway_or_drains_already_makes_the_room_that_a_limit_lacks():
+    nodes = [*nodes_of(ONE, "old", age_s=3000.0), *nodes_of(ONE, "mid"), *nodes_of(ONE, "new", age_s=1000.0)]
+    up = Signals(ready=frozenset({"old", "mid", "new", "other"}))
+    goal, bounds = plan(wanted(ONE, 1), wanted(TWO, 1)), limits(max_nodes=4)
+
+    def going(nodes, signals, bounds):
+        steps = run(goal, nodes, signals=signals, limits=bounds).steps
+        return {step.instance_id for step in steps if step.action is Action.DRAIN and step.due is Due.NOW}
+
+    assert going(nodes, up, bounds) == {"mid"}
+    assert going(nodes, replace(up, draining=frozenset({"mid"})), bounds) == {"mid"}
+    other = nodes_of(THREE, "other", age_s=500.0)  # of a model that nobody wants any more
+    assert going([*nodes, *other], up, limits(max_nodes=7)) == {"other"}
+
+
 def test_only_models_that_are_complete_let_go():
     nodes = [*nodes_of(ONE, "m1-old"), *nodes_of(THREE, "m2-old")]
     signals = Signals(ready=frozenset({"m1-old", "m2-old"}))
