@@ -47,6 +47,8 @@ class GatewayEngine:
         # A degraded one may shortly get no requests, because those on the lost node failed: whoever watches over it knows better.
         if row.get("weight_frac", 1.0) < 1 and (row["ready"] or row["reported"]):
             return Readiness.DEGRADED
+        if row.get("reported") is False:  # its coordinator gives it up once its engine's own limit is over
+            return Readiness.STARTING
         return Readiness.READY if row.get("ready") else Readiness.NOT_READY
 
     def set_weight(self, instance: Instance, weight: float) -> None:

@@ -11,12 +11,14 @@ from coral_core.cloud.fleet_view import Instance, Signals
 class Readiness(StrEnum):
     """Of an engine: whether it answers.
 
-    `degraded`: it does, and goes on without some of its nodes; `unknown`: its side cannot be asked, which condemns no
-    instance; `failed`: it is given up for good, as a whole.
+    `degraded`: it does, and goes on without some of its nodes; `starting`: it does not yet, and is watched over by who knows
+    how long that may take; `unknown`: its side cannot be asked. Neither of the last two condemns an instance. `failed`: it is
+    given up for good, as a whole.
     """
 
     READY = "ready"
     DEGRADED = "degraded"
+    STARTING = "starting"
     NOT_READY = "not_ready"
     UNKNOWN = "unknown"
     FAILED = "failed"

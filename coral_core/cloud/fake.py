@@ -311,7 +311,8 @@ class FakeEngine:
 
     Templates in `broken` never answer. An instance is drained `drain_s` after it was told to, at once where it did not
     answer; ids in `condemned` have failed for good. Instances of templates in `wide` go on without nodes, as long as the first
-    and one of every stage are left. `weight` is what the gateway routes by; `unreachable` makes the gateway's side unknown.
+    and one of every stage are left. `weight` is what the gateway routes by; `unreachable` makes the gateway's side unknown;
+    `starting`: it says of who does not answer yet that it starts.
     """
 
     cloud: FakeCloud
@@ -322,6 +323,7 @@ class FakeEngine:
     answered: set[str] = field(default_factory=set)
     condemned: set[str] = field(default_factory=set)
     unreachable: bool = False
+    starting: bool = False
     weight: dict[str, float] = field(default_factory=dict)
     draining_since: dict[str, datetime] = field(default_factory=dict)
 
@@ -334,7 +336,9 @@ class FakeEngine:
         if self._answers(instance):
             self.answered.add(instance.instance_id)
             return Readiness.READY
-        return Readiness.DEGRADED if self._goes_on(instance) else Readiness.NOT_READY
+        if self._goes_on(instance):
+            return Readiness.DEGRADED
+        return Readiness.STARTING if self.starting else Readiness.NOT_READY
 
     def set_weight(self, instance: Instance, weight: float) -> None:
         """Route by this weight."""

@@ -27,6 +27,7 @@ class ModelTermsSpec(Strict):
     max_num_batched_tokens: Count | None = None
     block_size_tokens: Count | None = None
     kv_cache_memory_bytes: Count | None = Field(default=None, description="per worker; required on a CPU")
+    start_limit_s: Count = Field(default=900, description="an engine that is not ready by then has failed")
     extra_args: tuple[Text, ...] = ()
     env: dict[VariableName, str] = Field(default={})
 

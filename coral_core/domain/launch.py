@@ -28,7 +28,8 @@ class ModelTerms:
     """How an engine serves one variant of a model; None: derived from the variant, the model or the capacity's assumptions.
 
     `path` is a folder on the node, or a name that the node can download. `kv_cache_memory_bytes` is per worker (GPU, or
-    process on a CPU). `extra_args` and `env` go to every node of an instance, after all others.
+    process on a CPU). `start_limit_s`: an engine that is not ready by then has failed. `extra_args` and `env` go to every node
+    of an instance, after all others.
     """
 
     path: str
@@ -39,6 +40,7 @@ class ModelTerms:
     max_num_batched_tokens: int | None = None
     block_size_tokens: int | None = None
     kv_cache_memory_bytes: int | None = None
+    start_limit_s: int = 900
     extra_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 

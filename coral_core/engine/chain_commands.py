@@ -153,6 +153,7 @@ class Commands:
         env = {
             "VLLM_HOST_IP": place.host,
             "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(self.terms.step_timeout_s),
+            "VLLM_ENGINE_READY_TIMEOUT_S": str(self.model.start_limit_s),
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
         }

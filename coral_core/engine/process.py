@@ -23,6 +23,7 @@ from coral_core.errors import ServingError
 CODE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds `coral_core`: where the engine's interpreter finds the plugin."""
 STEP_LIMIT_VARIABLE = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
+START_LIMIT_VARIABLE = "VLLM_ENGINE_READY_TIMEOUT_S"
 START_LOOK_S = 0.2
 FIRST_TOKEN_S = 60.0
 """What the first completion gets; another is tried until the start's time is over."""
@@ -69,14 +70,21 @@ def start_engine(
 
 
 def watch_terms(env: Mapping[str, str]) -> WatchTerms:
-    """The usual terms; where the launch allows a longer step than usual, a hang is one only after about as long."""
-    try:
-        step_s = float(env.get(STEP_LIMIT_VARIABLE, ""))
-    except ValueError:
-        return WatchTerms()
-    usual = LivenessTerms()
+    """The usual terms, but a start may take as long as the launch says, and where a step may, a hang is one only after that."""
+    usual = WatchTerms()
     # A little before vLLM itself gives up, whose end takes a while too.
-    return WatchTerms(liveness=replace(usual, hung_after_s=max(usual.hung_after_s, step_s - 1.0)))
+    hung_after_s = max(usual.liveness.hung_after_s, _seconds(env, STEP_LIMIT_VARIABLE, 0.0) - 1.0)
+    return WatchTerms(
+        start_s=_seconds(env, START_LIMIT_VARIABLE, usual.start_s),
+        liveness=replace(usual.liveness, hung_after_s=hung_after_s),
+    )
+
+
+def _seconds(env: Mapping[str, str], name: str, usual_s: float) -> float:
+    try:
+        return float(env[name])
+    except (KeyError, ValueError):
+        return usual_s
 
 
 class EngineProcess:
@@ -206,7 +214,8 @@ class EngineProcess:
             self._set(Condition.READY)
         elif watched_s > self._terms.start_s:
             what = f"not ready after {self._terms.start_s:g} s; it had got as far as {self._state.step.value!r}"
-            self._fail(EngineFailure(cause=Cause.START_TIMEOUT, what=what, log_lines=self._log.tail()))
+            fix = "where the model only takes longer to load, give it a longer start_limit_s in engine.yaml"
+            self._fail(EngineFailure(cause=Cause.START_TIMEOUT, what=what, fix=fix, log_lines=self._log.tail()))
 
     def _answers(self, probe: Probe) -> bool:
         """Whether it has completed a prompt, after its port has answered; each is noted with its time."""

@@ -82,7 +82,8 @@ class Stages(Commands):
             stages.append({"layers": stage.layers, "nodes": nodes})
         key_file = self._key_file()
         listen = f"{_bracketed(self.places[0].host)}:{self.listen_port}"
-        return {"stages": stages, "listen": listen, **({"key_file": key_file} if key_file else {})}
+        rest = {"key_file": key_file} if key_file else {}
+        return {"stages": stages, "listen": listen, "start_s": self.model.start_limit_s, **rest}
 
     def _throughputs(self) -> list[float]:
         if self.throughputs is not None:

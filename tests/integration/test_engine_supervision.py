@@ -275,6 +275,12 @@ def test_a_launch_that_allows_longer_steps_is_watched_with_more_patience(limit, 
     assert watch_terms(environment).liveness.hung_after_s == hung_after_s
 
 
+@pytest.mark.parametrize(("limit", "start_s"), [("7200", 7200.0), ("soon", 900.0), (None, 900.0)])
+def test_a_start_may_take_as_long_as_its_launch_says(limit, start_s):
+    environment = {} if limit is None else {"VLLM_ENGINE_READY_TIMEOUT_S": limit}
+    assert watch_terms(environment).start_s == start_s
+
+
 @pytest.mark.parametrize("owner", ["", "a#b", "a\0b"])
 def test_an_owner_that_no_mark_can_carry_is_refused(tmp_path, owner):
     launch = NodeLaunch(node="n", argv=(), env={}, ports=(), serves=False)
@@ -294,6 +300,7 @@ def test_a_start_without_end_fails_after_its_time(case):
     state = engine.wait(10.0)
     assert state.failure.cause is Cause.START_TIMEOUT
     assert "'launched'" in state.failure.what
+    assert "start_limit_s" in state.failure.fix
     assert until(lambda: engine.pid is not None)  # a slow machine has not told yet
     assert alive(engine.pid), "ending it is for whoever started it"
     assert engine.stop(2.0).condition is Condition.FAILED

@@ -154,6 +154,9 @@ def test_instances_come_and_go_without_a_lost_request():
             for _ in range(2):
                 status, row = await case.admin("PUT", "/instances/late", said)
                 assert (status, row["weight"], row["region"]) == (200, 0.0, "local")
+            await case.admin("PUT", "/instances/late/readiness", {"ready": False})
+            assert await asyncio.to_thread(engine.ready, instance("late")) is Readiness.STARTING
+            await case.admin("PUT", "/instances/late/readiness", {"ready": True})
             await coming(lambda: case.gateway.table.find("late").ready)
             assert await asyncio.to_thread(engine.ready, instance("late")) is Readiness.READY
             await asyncio.to_thread(engine.set_weight, instance("late"), 10.0)

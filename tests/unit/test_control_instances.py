@@ -54,15 +54,22 @@ def test_nodes_start_in_the_plans_order_each_after_the_one_before():
     assert instances.held["i"].stage is Stage.STARTING
 
 
-def test_an_instance_is_ready_when_the_node_that_serves_is_and_known_to_the_gateway_only_then():
+def test_an_instance_is_ready_when_the_node_that_serves_is_and_the_gateway_knows_that_it_starts_before():
     world = World({"i": 2})
     world.advance(3)
     assert stage(world) is Stage.STARTING
-    assert world.rows == {}
+    assert (world.rows["i"].reported, world.rows["i"].failed) == (False, "")
     world.advance(4)
     assert stage(world) is Stage.READY
-    assert (world.rows["i"].weight, world.rows["i"].region) == (0.0, "east")
+    assert (world.rows["i"].weight, world.rows["i"].region, world.rows["i"].reported) == (0.0, "east", True)
     assert [one.event for one in world.happened] == ["starting", "ready"]
+
+
+def test_what_serves_is_not_taken_out_by_a_coordinator_that_remembers_its_start():
+    world = up(i=1)
+    held = replace(world.coordinator.held["i"], stage=Stage.STARTING)
+    assert gateway_calls([held], world.rows) == []
+    assert [call.body for call in gateway_calls([held], {}) if call.path.endswith("readiness")] == [{"ready": False}]
 
 
 def test_a_lost_node_that_serves_is_kept_while_the_gateways_probe_is_answered():

@@ -21,7 +21,7 @@ def test_terms_are_keyed_by_model_and_variant_and_relative_paths_by_the_file(tmp
             tmp_path,
             "device: cpu\nstep_timeout_s: 20\nmodels:\n"
             "  a:\n    bf16: {path: ./tiny, dtype: float32, kv_cache_memory_bytes: 67108864, extra_args: [--seed, '1']}\n"
-            "    fp8: {path: org/name, quantization: fp8, kv_cache_memory_bytes: 1, env: {X_Y: '1'}}\n",
+            "    fp8: {path: org/name, quantization: fp8, kv_cache_memory_bytes: 1, start_limit_s: 7200, env: {X_Y: '1'}}\n",
         )
     )
     assert (terms.device, terms.step_timeout_s, terms.eager) == (Device.CPU, 20, None)
@@ -29,7 +29,9 @@ def test_terms_are_keyed_by_model_and_variant_and_relative_paths_by_the_file(tmp
         ("a", "bf16"): ModelTerms(
             path=str(tmp_path / "tiny"), dtype="float32", kv_cache_memory_bytes=67108864, extra_args=("--seed", "1")
         ),
-        ("a", "fp8"): ModelTerms(path="org/name", quantization="fp8", kv_cache_memory_bytes=1, env={"X_Y": "1"}),
+        ("a", "fp8"): ModelTerms(
+            path="org/name", quantization="fp8", kv_cache_memory_bytes=1, start_limit_s=7200, env={"X_Y": "1"}
+        ),
     }
 
 
@@ -48,6 +50,7 @@ def test_terms_are_keyed_by_model_and_variant_and_relative_paths_by_the_file(tmp
             "at least max_num_seqs",
         ),
         ("device: cuda\nmodels: {a: {b: {path: x, env: {lower: '1'}}}}\n", "env"),
+        ("device: cuda\nmodels: {a: {b: {path: x, start_limit_s: 0}}}\n", "start_limit_s"),
         ("device: cuda\n", "models"),
         ("device: cuda\nruntimes: [coral]\nmodels: {a: {b: {path: x}}}\n", "runtime coral needs key_file"),
         ("device: cuda\nruntimes: [other]\nmodels: {a: {b: {path: x}}}\n", "yaml:2"),

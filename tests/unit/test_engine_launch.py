@@ -55,6 +55,7 @@ def test_a_single_node_repeats_what_its_capacity_assumed():
     assert node.env == {
         "VLLM_HOST_IP": "10.0.0.0",
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "10",
+        "VLLM_ENGINE_READY_TIMEOUT_S": "900",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",

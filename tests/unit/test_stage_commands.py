@@ -55,7 +55,7 @@ def test_the_engine_runs_on_the_first_node_and_the_others_come_to_it():
     ]
     assert value(engine, "--max-model-len") == "40960"  # nodes of a stage have unlike room: one cannot speak for all
     assert [node.max_num_seqs for node in layout.nodes] == [3072, 1024, None]  # of 4096, by speed among unlike nodes
-    assert (layout.listen, layout.key_file) == ("10.0.0.0:8001", "/fleet.key")
+    assert (layout.listen, layout.key_file, layout.start_s) == ("10.0.0.0:8001", "/fleet.key", 900.0)
     assert (engine.ports, second.ports, third.ports) == ((8000, 8001), (8000,), (8000,))
     assert [node.serves for node in plan.nodes] == [True, False, False]
     for node, name, host in ((second, "n1", "10.0.0.1"), (third, "n2", "10.0.0.2")):

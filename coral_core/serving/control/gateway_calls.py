@@ -14,7 +14,8 @@ from coral_core.serving.control.held import GatewayCall, GatewayRow, Held, Stage
 def gateway_calls(held: Iterable[Held], rows: Mapping[str, GatewayRow]) -> list[GatewayCall]:
     """Calls in order. Instances that the gateway has from elsewhere are left alone.
 
-    An instance is made known once it is ready, with weight 0, which a reallocation then sets; one that the gateway has lost
+    An instance is made known once it starts, as not ready, so that whoever waits for it knows that it is watched over; with weight
+    0, which a reallocation sets once it is ready. One that the gateway has lost
     gets back the weight and the draining that it was last known to have. Of a degraded one the weight stays the full one, beside
     the share of it that is left. One that is over is said to have failed, so that
     it is replaced, and gets no request.
@@ -47,8 +48,8 @@ def rows_of(document: Any) -> list[GatewayRow]:  # noqa: ANN401 - JSON
 
 
 def _calls_of(one: Held, row: GatewayRow | None) -> list[GatewayCall]:
-    over, serves = one.stage.over, one.stage in {Stage.READY, Stage.LEAVING}
-    if not over and not serves:
+    over = one.stage.over
+    if one.stage is Stage.GATHERING:
         return []
     path = f"/instances/{quote(one.instance_id, safe='')}"
     calls: list[GatewayCall] = []
@@ -72,6 +73,10 @@ def _calls_of(one: Held, row: GatewayRow | None) -> list[GatewayCall]:
     if over:
         wrong = row is None or row.failed != reason
         said: dict[str, object] = {"ready": False, "failed": reason}
+    elif one.stage is Stage.STARTING:
+        # What was seen ready serves on: a coordinator that has just begun may know less than the gateway.
+        wrong = row is None or row.reported is None
+        said = {"ready": False}
     else:
         whole = one.weight_frac == 1.0
         unlike = not whole if row is None else row.weight_frac != one.weight_frac
