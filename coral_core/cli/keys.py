@@ -25,14 +25,14 @@ AgentName = Annotated[str, Parameter(help="Name of the agents' key: one for the 
 def new_coordinator(folder: Folder = Path("keys"), *, as_json: AsJson = False) -> None:
     """A coordinator's key pair, and an empty list of the agents that it lets in."""
     _refuse_without_zmq()
-    from coral_core.serving.control.curve import KeyPair, write_allowed, write_private
+    from coral_core.serving.control.curve import KeyPair, changing_allowed, write_private
     from coral_core.serving.control.wire import new_pair
 
     public, secret = new_pair()
     path, allowed = folder / COORDINATOR_FILE, folder / ALLOWED_FILE
     write_private(path, KeyPair(public=public, secret=secret))
-    if not allowed.exists():
-        write_allowed(allowed, {})
+    with changing_allowed(allowed):  # is there now
+        pass
     _tell({"name": "coordinator", "file": str(path), "public": public, "allowed": str(allowed)}, as_json=as_json)
 
 
@@ -40,19 +40,19 @@ def new_coordinator(folder: Folder = Path("keys"), *, as_json: AsJson = False) -
 def new_agent(name: AgentName = "fleet", folder: Folder = Path("keys"), *, as_json: AsJson = False) -> None:
     """A key pair for agents; it is let in at once, also by a coordinator that runs. Earlier keys stay let in."""
     _refuse_without_zmq()
-    from coral_core.serving.control.curve import NAME, KeyPair, read_allowed, read_private, write_allowed, write_private
+    from coral_core.serving.control.curve import NAME, KeyPair, changing_allowed, read_private, write_private
     from coral_core.serving.control.wire import new_pair
 
     if not NAME.fullmatch(name):
         raise InputError(f"{name!r} is no name of a key", where="name", fix="lowercase letters, digits, ._-")
     server = read_private(folder / COORDINATOR_FILE).public
     path, listed = folder / f"agent-{name}.keys", folder / ALLOWED_FILE
-    allowed = read_allowed(listed) if listed.exists() else {}
-    if name in allowed.values():
-        raise InputError(f"a key of the name {name} is let in already", where=str(listed), fix="give another name")
-    public, secret = new_pair()
-    write_private(path, KeyPair(public=public, secret=secret, server=server))
-    write_allowed(listed, {**allowed, public: name})
+    with changing_allowed(listed) as allowed:
+        if name in allowed.values():
+            raise InputError(f"a key of the name {name} is let in already", where=str(listed), fix="give another name")
+        public, secret = new_pair()
+        write_private(path, KeyPair(public=public, secret=secret, server=server))
+        allowed[public] = name
     _tell({"name": name, "file": str(path), "public": public, "allowed": str(listed)}, as_json=as_json)
 
 
@@ -79,13 +79,14 @@ def revoke(name: AgentName, folder: Folder = Path("keys"), *, as_json: AsJson = 
     """Let agents with this key in no more; a coordinator that runs notices at once, and their instances fail."""
     _refuse_without_zmq()
     from coral_core.errors import unknown_name
-    from coral_core.serving.control.curve import read_allowed, write_allowed
+    from coral_core.serving.control.curve import changing_allowed
 
     path = folder / ALLOWED_FILE
-    allowed = read_allowed(path)
-    if name not in allowed.values():
-        raise unknown_name("key", name, allowed.values(), where=str(path))
-    write_allowed(path, {key: other for key, other in allowed.items() if other != name})
+    with changing_allowed(path) as allowed:
+        key = next((key for key, other in allowed.items() if other == name), None)
+        if key is None:
+            raise unknown_name("key", name, allowed.values(), where=str(path))
+        del allowed[key]
     if as_json:
         print_json({"revoked": name})
     else:

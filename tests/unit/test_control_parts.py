@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coral_core.cli.entry import run
+from coral_core.cli.keys import new_agent, new_coordinator, revoke
 from coral_core.config.agent import load_agent_file
 from coral_core.config.coordinator import load_coordinator_file
 from coral_core.errors import InputError
@@ -192,6 +193,23 @@ def test_keys_are_made_shown_and_withdrawn(tmp_path, capsys):
     assert run(["keys", "revoke", "second", folder]) == 0
     assert run(["keys", "revoke", "fleet", folder, "--json"]) == 0
     assert read_allowed(tmp_path / "keys" / "agents.allowed") == {}
+
+
+def test_a_key_that_is_withdrawn_while_another_is_made_stays_withdrawn(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    new_coordinator()
+    new_agent("fleet")
+    withdraws = threading.Thread(target=revoke, args=("fleet",))
+
+    def pair_at_leisure():
+        withdraws.start()
+        withdraws.join(0.5)  # it would be done in a few ms, if it did not wait
+        return new_pair()
+
+    monkeypatch.setattr("coral_core.serving.control.wire.new_pair", pair_at_leisure)
+    new_agent("second")
+    withdraws.join()
+    assert list(read_allowed(tmp_path / "keys" / "agents.allowed").values()) == ["second"]
 
 
 def test_without_the_extra_it_says_what_to_install(capsys, monkeypatch):

@@ -6,10 +6,13 @@ Private files are JSON, mode 0600; one that others may read is refused. The list
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -102,6 +105,23 @@ def write_allowed(path: Path, allowed: dict[str, str]) -> None:
         partial.replace(path)
     except OSError as error:
         raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from None
+
+
+@contextmanager
+def changing_allowed(path: Path) -> Iterator[dict[str, str]]:
+    """Public key -> name of all that are let in, to be changed by nobody else meanwhile; written back unless by an error.
+
+    Of two who read, change and write at once the later one would undo what the other did: let a withdrawn key in again.
+    """
+    try:
+        lock = path.with_name(f".{path.name}.lock").open("w")
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        allowed = read_allowed(path) if path.exists() else {}
+        yield allowed
+        write_allowed(path, allowed)
 
 
 class AllowedKeys:
