@@ -54,7 +54,7 @@ def _of_vllm(spec: BuildSpec, model: ModelBuild, phase: Phase) -> Iterator[Shard
             limits = LayoutLimits(tp=tp, max_dp=1)
             table = capacity_table(max_stages=spec.n_max, limits=limits, **{**question, "configs": configs})
             if table.throughput.any():
-                yield replace(_shard(spec, f"vllm-tp{tp}-of-{gpus}", table, n_max=spec.n_max), chain=True)
+                yield replace(_shard(spec, f"vllm-tp{tp}-of-{gpus}", table, n_max=spec.n_max), chain=gpus // tp)
 
 
 def _of_coral(spec: BuildSpec, model: ModelBuild, phase: Phase) -> ShardSpec:

@@ -301,6 +301,7 @@ def laid_out(rows: pa.Table, models: Mapping[str, ModelFacts]) -> LaidOut:
     return LaidOut(
         stage_start=stage_start,
         node_start=node_start,
+        layers=_numpy(pc.list_flatten(rows["stage_layers"].combine_chunks())).astype(np.int64),
         tp=per_node([layout.tp for layout in texts]),
         pp=per_node([layout.pp for layout in texts]),
         dp=per_node([layout.dp for layout in texts]),

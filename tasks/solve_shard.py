@@ -43,7 +43,8 @@ class ShardSpec:
 
     The table carries the model, the latency bounds and the hardware as far as they matter; prices are not in it, so a
     price never makes a library stale. Picklable. `made_for` names the runtime whose layouts the table is limited to, and
-    stands in the shard's name as its method; `chain` lays out one node per stage.
+    stands in the shard's name as its method; `chain`, if any, lays out one node per stage, each
+    a pipeline of so many parts inside.
     """
 
     library: str
@@ -56,7 +57,7 @@ class ShardSpec:
     parts: int = 1
     keep_all: bool = False
     made_for: str = ""
-    chain: bool = False
+    chain: int = 0
 
     @property
     def prunes(self) -> bool:
@@ -170,7 +171,7 @@ def shard_templates(spec: ShardSpec, statistics: dict[str, float]) -> Iterator[P
         counts, mine = counts[chosen], mine[chosen]
     dominance = DominancePass(counts) if spec.prunes else None
     solver = placement_method(spec.method, time_limit_s=spec.ilp_time_limit_s)
-    place = ChainPlacement().place if spec.chain else solver.place
+    place = ChainPlacement(spec.chain).place if spec.chain else solver.place
     tally: dict[str, float] = dict.fromkeys(("with_idle_nodes", "dominated", "placed_besides", "solve_core_s"), 0)
     for first in range(0, max(len(counts), 1), BLOCK_ROWS):
         block, in_part = counts[first : first + BLOCK_ROWS], mine[first : first + BLOCK_ROWS]

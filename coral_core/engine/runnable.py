@@ -47,6 +47,7 @@ class Obstacle(IntFlag):
     PIPELINE_IN_UNLIKE_NODES = 256
     REPLICAS_IN_NODE = 512
     WINDOWS = 1024
+    PARTS_WITHOUT_LAYERS = 2048
 
 
 _TEXTS: Final = {
@@ -61,8 +62,9 @@ _TEXTS: Final = {
     Obstacle.PIPELINE_IN_UNLIKE_NODES: "a node is a pipeline inside, and its stages' nodes are several or unlike",
     Obstacle.REPLICAS_IN_NODE: "a node holds several replicas",
     Obstacle.WINDOWS: "the model has layers with a sliding window, whose KV is not kept as capacities assume",
+    Obstacle.PARTS_WITHOUT_LAYERS: "a node has fewer layers than parts of its inner pipeline",
 }
-_ALWAYS: Final = Obstacle.LAYOUT_UNKNOWN | Obstacle.HEADS
+_ALWAYS: Final = Obstacle.LAYOUT_UNKNOWN | Obstacle.HEADS | Obstacle.PARTS_WITHOUT_LAYERS
 _OF_RUNTIME: Final = {
     Runtime.VLLM: _ALWAYS
     | Obstacle.NODES_IN_STAGE
@@ -81,13 +83,14 @@ class LaidOut:
     """n templates: what decides about their runtimes.
 
     Template i has the stages stage_start[i] up to stage_start[i+1], stage s the nodes node_start[s] up to
-    node_start[s+1]; both start at 0. `tp`, `pp` and `dp` are per node, 0 where not known. `passes_kv` (n,): prefill or
-    decode; `experts` (n,): a mixture of experts; `heads` and `kv_heads` (n,), the latter 0 where KV is not split (MLA);
+    node_start[s+1]; both start at 0. `layers` are per stage, `tp`, `pp` and `dp` per node, 0 where not known. `passes_kv` (n,):
+    prefill or decode; `experts` (n,): a mixture of experts; `heads` and `kv_heads` (n,), the latter 0 where KV is not split (MLA);
     `windows` (n,): some layers attend to a sliding window.
     """
 
     stage_start: Ints
     node_start: Ints
+    layers: Ints
     tp: Ints
     pp: Ints
     dp: Ints
@@ -166,6 +169,10 @@ def obstacles(laid: LaidOut) -> NDArray[np.int64]:
         ),
         (Obstacle.REPLICAS_IN_NODE, replicas),
         (Obstacle.WINDOWS, laid.windows),
+        (
+            Obstacle.PARTS_WITHOUT_LAYERS,
+            over_nodes(np.maximum, (laid.pp > np.repeat(laid.layers, nodes_of_stage)).astype(np.int64)) > 0,
+        ),
     ):
         found |= np.where(there, int(obstacle), 0)
     return found
@@ -218,6 +225,7 @@ def _laid_out(template: ServingTemplate, layouts: Sequence[Sequence[Layout | Non
     return LaidOut(
         stage_start=np.array([0, len(stages)]),
         node_start=np.concatenate(([0], np.cumsum(sizes))),
+        layers=np.array([stage.layers for stage in stages]),
         tp=np.array([layout.tp for layout in known]),
         pp=np.array([layout.pp for layout in known]),
         dp=np.array([layout.dp for layout in known]),

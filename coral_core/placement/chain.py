@@ -1,12 +1,13 @@
 """Exact placement of many combinations as chains: one node per stage, as stock vLLM runs pipelines.
 
-Data: T^_j(c, l/S), non-increasing in the layers j; multisets M of at most S_max nodes; L layers.
-Variables: the layers j_k >= 1 of each node k.
+Data: T^_j(c, l/S), non-increasing in the layers j; multisets M of at most S_max nodes; L layers; m, the parts of the pipeline
+inside each node, none of which may be without a layer.
+Variables: the layers j_k >= m of each node k.
 Constraints: the layers sum to L.
 Objective: maximise min over k of T^_{j_k}(c_k, l/|M|).
 
 With one node per stage S = |M| is given, and the layers that hold a throughput t are the values >= t in the nodes' lists:
-T* = min(L-th largest value of all lists together, min over k of T^_1), as for a fixed partition in DESIGN 3.3.
+T* = min(L-th largest value of all lists together, min over k of T^_m), as for a fixed partition in DESIGN 3.3.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ _BLOCK_VALUES: Final = 2**23
 
 
 class ChainPlacement:
-    """Exact, without a solver."""
+    """Exact, without a solver; `parts` of the pipeline inside each node."""
 
     name = "chain"
+
+    def __init__(self, parts: int = 1) -> None:
+        self._parts = parts
 
     def place(self, table: CapacityTable, counts: NDArray[np.int16]) -> PlacedCombinations:
         """The best chains of many combinations, `counts` (n, C); infeasible rows are left out, order is kept.
@@ -43,13 +47,14 @@ class ChainPlacement:
         throughput = np.zeros(len(counts))
         layers = np.zeros((len(counts), longest), dtype=np.int16)
         nodes = np.zeros((len(counts), longest), dtype=np.int64)
-        for size in range(1, min(longest, table.layers) + 1):
+        for size in range(1, min(longest, table.layers // self._parts) + 1):
             of_size = np.flatnonzero(sizes == size)
             step = max(_BLOCK_VALUES // (size * table.layers), 1)
             for first in range(0, len(of_size), step):
                 rows = of_size[first : first + step]
                 nodes[rows, :size] = _nodes(counts[rows], size)
-                throughput[rows], layers[rows, :size] = _shared(table.throughput[size - 1][nodes[rows, :size]])
+                values = table.throughput[size - 1][nodes[rows, :size]]
+                throughput[rows], layers[rows, :size] = _shared(values, self._parts)
         found = throughput > 0
         layers, nodes = layers[found], nodes[found]
         stage_counts = np.zeros((len(layers), longest, counts.shape[1]), dtype=np.int16)
@@ -78,15 +83,15 @@ def _nodes(counts: NDArray[np.int16], size: int) -> NDArray[np.int64]:
     return np.repeat(config, counts[row, config]).reshape(len(counts), size)
 
 
-def _shared(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def _shared(values: NDArray[np.float64], parts: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Best throughput (n,) and layers of each node (n, S), of capacities (n, S, L); layers are 0 where it is 0."""
     n, stages, layers = values.shape
     least = stages * layers - layers
-    rate = np.minimum(np.partition(values.reshape(n, -1), least, axis=1)[:, least], values[:, :, 0].min(axis=1))
+    rate = np.minimum(np.partition(values.reshape(n, -1), least, axis=1)[:, least], values[:, :, parts - 1].min(axis=1))
     most = (values >= rate[:, None, None]).sum(axis=2)
     surplus = most.sum(axis=1) - layers
     for stage in range(stages):
-        given_up = np.minimum(most[:, stage] - 1, surplus)
+        given_up = np.minimum(most[:, stage] - parts, surplus)
         most[:, stage] -= given_up
         surplus -= given_up
     return rate, np.where(rate[:, None] > 0, most, 0)

@@ -15,12 +15,13 @@ from coral_core.placement.verify import verify_placed
 from tests.fakes.artifact_cases import capacity_table
 
 
-def brute_force(capacity, nodes, layers):
-    """The best slowest stage over all cuts of the layers."""
+def brute_force(capacity, nodes, layers, parts):
+    """The best slowest stage over all cuts of the layers that leave no node fewer than its parts."""
     cuts = itertools.combinations(range(1, layers), len(nodes) - 1)
     pieces = (np.diff((0, *cut, layers)) for cut in cuts)
     rows = capacity[len(nodes) - 1][list(nodes)]
-    return max(min(row[j - 1] for row, j in zip(rows, piece, strict=True)) for piece in pieces)
+    found = (min(row[j - 1] for row, j in zip(rows, piece, strict=True)) for piece in pieces if min(piece) >= parts)
+    return max(found, default=0.0)
 
 
 @st.composite
@@ -34,17 +35,18 @@ def tables(draw):
 
 
 @settings(max_examples=120, deadline=None)
-@given(tables())
-def test_chains_are_the_best_there_are(table):
+@given(tables(), st.integers(1, 3))
+def test_chains_are_the_best_there_are(table, parts):
     counts = np.array(
         [row for row in itertools.product(range(3), repeat=3) if 0 < sum(row) <= table.max_stages], dtype=np.int16
     )
-    placed = ChainPlacement().place(table, counts)
+    placed = ChainPlacement(parts).place(table, counts)
     verify_placed(table, placed)
+    assert (placed.stage_layers[placed.stage_layers > 0] >= parts).all()
     assert (placed.stage_counts.sum(axis=2) <= 1).all()
     found = {tuple(row): value for row, value in zip(placed.counts.tolist(), placed.throughput, strict=True)}
     for row in counts.tolist():
         nodes = [config for config, count in enumerate(row) for _ in range(count)]
-        best = brute_force(table.throughput, nodes, table.layers) if len(nodes) <= table.layers else 0.0
+        best = brute_force(table.throughput, nodes, table.layers, parts) if len(nodes) <= table.layers else 0.0
         assert found.get(tuple(row), 0.0) == pytest.approx(best, rel=1e-12)
     assert placed.statistics["infeasible"] == len(counts) - len(placed)

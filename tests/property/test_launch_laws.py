@@ -85,13 +85,13 @@ def laid_out_templates(draw):
     moe = package_models()["gpt-oss-20b"].moe if draw(st.booleans()) else None
     window = draw(st.sampled_from([None, None, SlidingWindow(window_tokens=128, layers=30)]))
     model = shape(60, heads=heads, kv_heads=kv_heads, moe=moe, sliding_window=window)
-    return draw(st.sampled_from(Phase)), stages, known, model
+    return draw(st.sampled_from(Phase)), stages, known, model, draw(st.sampled_from([20, 20, 3]))
 
 
-def vllm_runs(phase, stages, known, model):
+def vllm_runs(phase, stages, known, model, layers):
     """The rules once more, one template at a time."""
     flat = [layout for stage in stages for layout in stage]
-    if not known or any(len(stage) > 1 for stage in stages):
+    if not known or any(len(stage) > 1 for stage in stages) or any(x.pp > layers for x in flat):
         return False
     if any(model.heads % x.tp or (model.kv_heads % x.tp and x.tp % model.kv_heads) for x in flat):
         return False
@@ -103,8 +103,10 @@ def vllm_runs(phase, stages, known, model):
     return phase is Phase.AGGREGATED or (len(flat) == 1 and flat[0].pp == 1)
 
 
-def coral_runs(stages, known, model):
+def coral_runs(stages, known, model, layers):
     flat = [layout for stage in stages for layout in stage]
+    if any(x.pp > layers for x in flat):
+        return False
     if not known or model.sliding_window is not None or any(x.dp > 1 for x in flat):
         return False
     if any(model.heads % x.tp or (model.kv_heads % x.tp and x.tp % model.kv_heads) for x in flat):
@@ -116,14 +118,14 @@ def coral_runs(stages, known, model):
 @given(st.lists(laid_out_templates(), min_size=0, max_size=12))
 def test_all_at_once_decides_what_one_at_a_time_decides(cases):
     made = []
-    for i, (phase, stages, _, _) in enumerate(cases):
-        named = [(20, [f"c{j}" for j in range(len(stage))]) for stage in stages]
+    for i, (phase, stages, _, _, layers) in enumerate(cases):
+        named = [(layers, [f"c{j}" for j in range(len(stage))]) for stage in stages]
         made.append(replace(template(phase, named), template_id=f"t{i}", model=f"m{i}"))
     rows = template_rows(made)
-    texts = [[[str(x) for x in stage] for stage in stages] if known else None for _, stages, known, _ in cases]
+    texts = [[[str(x) for x in stage] for stage in stages] if known else None for _, stages, known, *_ in cases]
     column = rows.schema.get_field_index("stage_layouts")
     rows = rows.set_column(column, rows.schema.field(column), pa.array(texts, rows.schema.field(column).type))
-    scope = scope_of(rows, {f"m{i}": ModelFacts.of(model) for i, (_, _, _, model) in enumerate(cases)}, [Runtime.VLLM])
+    scope = scope_of(rows, {f"m{i}": ModelFacts.of(model) for i, (*_, model, _) in enumerate(cases)}, [Runtime.VLLM])
     expected = [vllm_runs(*case) for case in cases]
     assert runs_on(scope.found, Runtime.VLLM).tolist() == expected
     assert runs_on(scope.found, Runtime.CORAL).tolist() == [coral_runs(*case[1:]) for case in cases]
@@ -134,7 +136,7 @@ def test_all_at_once_decides_what_one_at_a_time_decides(cases):
         for case, any_of, other in zip(cases, either, runs_on(scope.found, Runtime.CORAL), strict=True)
     ]
     assert scope.usable["template_id"].to_pylist() == [f"t{i}" for i, runs in enumerate(expected) if runs]
-    for one, (_, stages, known, model) in zip(made, cases, strict=True):
+    for one, (_, stages, known, model, _) in zip(made, cases, strict=True):
         alone = runnable(one, [[x if known else None for x in stage] for stage in stages], model)
         assert alone.reasons == scope.reasons(one.template_id)
         assert bool(scope.against(one.template_id)) == (Runtime.VLLM in alone.reasons)

@@ -180,6 +180,11 @@ def test_the_limits_of_other_assumptions_are_repeated():
             "several nodes",
         ),
         ({"layouts": [[None]]}, NoSolutionError, "laid out inside"),
+        (
+            {"template": template(Phase.AGGREGATED, [(2, ["c0"])]), "layouts": [[Layout(tp=1, pp=4, dp=1)]]},
+            NoSolutionError,
+            "fewer layers than parts",
+        ),
         ({"places": places(["c1"])}, InputError, "its nodes are c0"),
         ({"places": []}, InputError, "none"),
         ({"places": places(["c0"], ports=1)}, InputError, "1 ports are too few, it needs 2"),
