@@ -167,6 +167,8 @@ class Commands:
         """Requests and tokens per step."""
         most = self.assumptions
         requests = self.model.max_num_seqs or in_flight * most.max_batch_requests
+        if self.model.max_num_seqs is None and self.model.max_num_batched_tokens is not None:
+            requests = min(requests, self.model.max_num_batched_tokens)  # vLLM starts with no more
         tokens = {
             Phase.PREFILL: most.max_prefill_tokens,
             Phase.DECODE: requests,
@@ -204,11 +206,11 @@ class Chain(Commands):
         return self.layouts[0]
 
     @property
-    @property
     def longest(self) -> str:
         """What has room: vLLM refuses to start where one request of the model's whole context has no room."""
         return "auto"
 
+    @property
     def partition(self) -> tuple[int, ...]:
         """Layers of each pipeline rank."""
         return layer_partition(self.layers, [layout.pp for layout in self.layouts])

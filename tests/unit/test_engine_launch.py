@@ -197,6 +197,16 @@ def test_what_cannot_be_launched_is_refused(changes, error, match):
         plan_of(Phase.DECODE, [(8, ONE)], **changes)
 
 
+def test_there_are_no_more_requests_in_flight_than_the_terms_have_tokens_for_a_step():
+    """vLLM refuses to start otherwise."""
+    [node] = plan_of(
+        Phase.AGGREGATED,
+        [(8, Layout(tp=1, pp=4, dp=1))],
+        terms=terms(model=ModelTerms(path="/m", max_num_batched_tokens=2048)),
+    ).nodes
+    assert (flags(node)["--max-num-seqs"], flags(node)["--max-num-batched-tokens"]) == ("2048", "2048")
+
+
 def test_an_unknown_model_and_nodes_in_each_others_way_are_refused():
     other = terms()
     with pytest.raises(InputError, match="qwen3-32b bf16"):
