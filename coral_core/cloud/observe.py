@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
+from itertools import product
 from typing import Protocol, TypeVar
 
 from coral_core.cloud.ports import StartFailure
@@ -106,18 +107,22 @@ def observe_supply(
     sleep: Callable[[float], None],
     max_age: MaxAge | None = None,
 ) -> Supply:
-    """Ask every source about every region, a busy one up to three times.
+    """Ask every source about the offers of these regions, configurations and markets and about all that is held.
 
-    A source that fails makes gaps of what it should have said, with its reason.
+    What is held and no longer planned with needs a price too, or nothing could be started beside it (`Budget`). A busy
+    source is asked up to three times; one that fails makes gaps of what it should have said, with its reason.
     """
     ages = max_age or MaxAge()
     recent = [f for f in failures if now - f.at <= timedelta(seconds=ages.cool_down_s)]
     offers: dict[Offer, OfferState] = {}
     pools: list[PoolLimit] = []
-    for region in regions:
-        view = _RegionView(sources, fleet, region, configs, now=now, ages=ages, held=held, recent=recent, sleep=sleep)
-        offers |= {(region, config, market): view.state(config, market) for config in configs for market in markets}
-        pools += view.pools(configs, markets)
+    asked = dict.fromkeys([*product(regions, configs, markets), *sorted(held)])
+    for region in dict.fromkeys(region for region, _, _ in asked):
+        here = [(config, market) for place, config, market in asked if place == region]
+        of = list(dict.fromkeys(config for config, _ in here))
+        view = _RegionView(sources, fleet, region, of, now=now, ages=ages, held=held, recent=recent, sleep=sleep)
+        offers |= {(region, config, market): view.state(config, market) for config, market in here}
+        pools += view.pools(here)
     return Supply(as_of=now, offers=offers, pools=tuple(pools))
 
 
@@ -184,14 +189,13 @@ class _RegionView:
             held=self._held(config, market),
         )
 
-    def pools(self, configs: Sequence[str], markets: Sequence[Market]) -> list[PoolLimit]:
+    def pools(self, offers: Iterable[tuple[str, Market]]) -> list[PoolLimit]:
         """The quota pools of which all is known."""
         members: dict[str, dict[Offer, int]] = {}
-        for config in configs:
-            for market in markets:
-                pool = self.quotas.pool(config, market)
-                if pool is not None and config in self.size:
-                    members.setdefault(pool, {})[self.region, config, market] = self.size[config].value
+        for config, market in offers:
+            pool = self.quotas.pool(config, market)
+            if pool is not None and config in self.size:
+                members.setdefault(pool, {})[self.region, config, market] = self.size[config].value
         free = {pool: _or_gap(partial(self._free_vcpus, pool)) for pool in sorted(members)}
         return [
             PoolLimit(region=self.region, pool=pool, free_vcpus=reading.value, vcpus=members[pool])

@@ -11,16 +11,16 @@ import pytest
 from coral_core.cloud.as_allocation import lower, market_name, pools_of, running_of, split_market, wanted_of
 from coral_core.cloud.fleet_view import holdings
 from coral_core.cloud.observe import MaxAge, Sources, observe_supply
-from coral_core.cloud.ports import StartFailure
+from coral_core.cloud.ports import ApplyStatus, StartFailure
 from coral_core.cloud.provisioner import CloudBusyError, Refusal
 from coral_core.cloud.reconcile import reconcile
-from coral_core.cloud.steps import ReconcilePolicy
+from coral_core.cloud.steps import Action, ReconcilePolicy
 from coral_core.cloud.supply import Gap, GapKind, Reading, Supply, planning_arrays
 from coral_core.domain.allocation import InstanceCount, Pool, Running
 from coral_core.domain.fleet import FleetId
 from coral_core.domain.hardware import Market
 from coral_core.errors import DataGapError, InputError, ProvisionError
-from tasks.observe import zones_of
+from tasks.observe import known_prices, zones_of
 from tests.fakes.fleet_cases import FLEET, ONE, START, THREE, TWO, World, limits, plan, wanted
 
 OFFER = ("east", "a", Market.ON_DEMAND)
@@ -137,6 +137,21 @@ def test_prices_are_on_demand_or_the_cheapest_zone():
     assert value(supply.offers[SPOT].price_usd_per_h) == 0.4
     assert supply.offers[SPOT].zones == ("east-b", "east-a")
     assert supply.offers[OFFER].zones == ("east-a", "east-b")
+
+
+def test_what_runs_and_is_no_longer_planned_with_is_priced_so_that_its_replacement_starts_beside_it():
+    world = World()
+    world.apply(plan(wanted(THREE, 1)), limits())
+    held = holdings(world.apply(plan(wanted(THREE, 1)), limits()).nodes)
+    table = Table(price={"a": 1.0, "b": 2.5, "c": 7.0})
+    supply = observe(table, held=held, configs=("a",))
+    assert set(supply.offers) == {OFFER, SPOT, ("east", "b", Market.ON_DEMAND), ("east", "c", Market.ON_DEMAND)}
+    world.events.clear()
+    priced = limits(price_usd_per_h=known_prices(supply))
+    goal = plan(wanted(replace(ONE, model=THREE.model), 1), plan_id="plan-2")
+    assert world.apply(goal, priced).status is ApplyStatus.CONVERGED
+    kinds = [event.action for event in world.events]
+    assert kinds.index(Action.START) < kinds.index(Action.DRAIN)
 
 
 def test_a_spot_node_is_priced_at_and_started_in_the_cheapest_zone_that_has_not_refused():
