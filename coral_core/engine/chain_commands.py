@@ -126,7 +126,7 @@ class Commands:
         requests, tokens = self._limits(in_flight)
         flags = {
             "--served-model-name": self.template.model,
-            "--dtype": model.dtype or _dtype(self.shape, self.template.variant),
+            "--dtype": model.dtype or dtype_of(self.shape, self.template.variant),
             "--quantization": model.quantization,
             "--kv-cache-dtype": _kv_dtype(self.shape, self.template.variant),
             "--max-model-len": model.max_model_len_tokens or self.longest,
@@ -288,7 +288,8 @@ def compact(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _dtype(shape: ModelShape, variant: str) -> str:
+def dtype_of(shape: ModelShape, variant: str) -> str:
+    """What vLLM computes a variant in, by its own name."""
     compute_dtype = model_math.variant_of(shape, variant).compute_dtype
     return {"fp16": "float16", "fp32": "float32"}.get(compute_dtype, "bfloat16")
 

@@ -25,7 +25,7 @@ from coral_core.config.scenario import load_scenario
 from coral_core.domain.fleet import spec_of
 from coral_core.domain.launch import Device, EngineTerms, ModelTerms, NodeLaunch, NodePlace
 from coral_core.engine.stage_status import STATUS_FILE
-from coral_core.errors import InputError, ServingError
+from coral_core.errors import InputError, NoSolutionError, ServingError
 from coral_core.serving.control.held import AskPlan
 from coral_core.serving.control.messages import NodeState
 from coral_core.serving.control.state_file import alone_in, write_state
@@ -198,6 +198,28 @@ def test_a_template_that_only_an_older_version_has_is_found_and_one_that_none_ha
     others = replace(resolved, models=tuple(m for m in resolved.models if m.shape.name != single.model))
     with pytest.raises(InputError, match="does not serve"):
         launcher(store, others, terms(resolved))(question(single))
+
+
+def test_gpus_without_bf16_are_not_told_to_compute_in_it(built):
+    """Capacities take fp16 there; vLLM would not start."""
+    resolved, store = built
+    old = [
+        replace(config, gpu=replace(config.gpu, name="T4", compute_flops_per_s={"fp32": 8e12, "fp16": 65e12}))
+        for config in resolved.configs
+    ]
+    single = next(t for t in templates_of(store).values() if len(spec_of(t).slots) == 1)
+
+    def launched(dtype, configs, device=Device.CUDA):
+        given = terms(resolved)
+        models = {key: replace(model, dtype=dtype) for key, model in given.models.items()}
+        asked = replace(given, device=device, models=models)
+        return launcher(store, replace(resolved, configs=tuple(configs)), asked)(question(single)).nodes[0].argv
+
+    with pytest.raises(NoSolutionError, match=r"T4 cannot compute in bfloat16"):
+        launched("bfloat16", old)
+    assert "float16" in launched("float16", old)
+    assert "bfloat16" in launched("bfloat16", resolved.configs)
+    assert "bfloat16" in launched("bfloat16", old, Device.CPU)
 
 
 # ---- the commands
