@@ -15,6 +15,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterExpectedStartTime,
 )
+from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.events.schemas.events import Event, Resource
 from prefect.exceptions import ObjectNotFound, PrefectException
@@ -29,6 +30,8 @@ PLAN_WANTED: Final = "coral.fleet.plan-wanted"
 SHORTFALL: Final = "coral.plan.shortfall"
 PROFILED: Final = "coral.profile.published"
 DEPLOYMENT: Final = "reallocate/reallocate"
+LEASE_HELD: Final = "LeaseHeld"
+"""The state in which a run ends that found another one acting."""
 _FEW: Final = 20
 _LOG: Final = logging.getLogger(__name__)
 
@@ -63,11 +66,7 @@ class PrefectRuns:
             raise deployment_missing() from None
         except (httpx.HTTPError, PrefectException) as error:
             raise _away(error) from error
-        begun = [run.start_time.timestamp() for run in runs if run.start_time is not None]
-        return RunsSeen(
-            running=any(run.state is not None and not run.state.is_final() for run in runs),
-            last_start_s=max(begun, default=None),
-        )
+        return runs_seen(runs)
 
     def ask(self, news: Sequence[FleetCondition]) -> None:
         """Tell the server that a plan is wanted; its automation starts the run."""
@@ -77,6 +76,19 @@ class PrefectRuns:
         """Put each piece of news into the server's event feed."""
         for condition in news:
             emit(f"coral.fleet.{condition.kind}", self.fleet, {"subject": condition.subject, "text": condition.detail})
+
+
+def runs_seen(runs: Sequence[FlowRun]) -> RunsSeen:
+    """What runs are up to; one that found the lease taken has seen nothing, so that it has not begun after any news."""
+    begun = [
+        run.start_time.timestamp()
+        for run in runs
+        if run.start_time is not None and not (run.state is not None and run.state.name == LEASE_HELD)
+    ]
+    return RunsSeen(
+        running=any(run.state is not None and not run.state.is_final() for run in runs),
+        last_start_s=max(begun, default=None),
+    )
 
 
 def tell_shortfall(stored: StoredPlan) -> None:

@@ -34,7 +34,7 @@ from coral_core.config.settings import load_settings
 from coral_core.domain.fleet import Offer
 from coral_core.report.figures import usd
 from coral_core.report.plan_report import headline, instances_table, unmet_text
-from flows.events import tell_shortfall
+from flows.events import LEASE_HELD, tell_shortfall
 from flows.parameters import ReallocateParameters, artifact_key
 from flows.server import require_server
 from tasks.apply import (
@@ -122,7 +122,7 @@ def turn(
     if isinstance(lease, LeaseTaken):
         get_run_logger().warning("%s", lease)
         held = Reallocated(outcome="lease_held", message=str(lease))
-        return Completed(name="LeaseHeld", message=held.message, data=held)
+        return Completed(name=LEASE_HELD, message=held.message, data=held)
     with given_back_on_error(lease):  # nothing has been changed yet
         goal = goal_under_lease(job, wish, params, approved, lowered)
     done = goal if isinstance(goal, Done) else apply(job, lease, goal)

@@ -12,6 +12,7 @@ from artifacts.leases import Lease, LeaseTaken
 from artifacts.prefect_ui import publish_objects, publish_table
 from coral_core.config.settings import load_settings
 from coral_core.errors import InputError
+from flows.events import LEASE_HELD
 from flows.parameters import TeardownParameters, artifact_key
 from flows.reallocate import Reallocated, ended
 from tasks.apply import Done, Goal, Job, carry_out, check_patience, given_back_on_error, holder_text, open_job, take
@@ -37,7 +38,7 @@ def teardown(params: TeardownParameters = TeardownParameters()) -> Reallocated |
     lease = take(job)
     if isinstance(lease, LeaseTaken):
         held = Reallocated(outcome="lease_held", message=str(lease))
-        return Completed(name="LeaseHeld", message=held.message, data=held)
+        return Completed(name=LEASE_HELD, message=held.message, data=held)
     with given_back_on_error(lease):  # nothing has been changed yet
         goal = release_of(job, params.regions).goal
     done = release(job, lease, goal)

@@ -96,7 +96,7 @@ def keep_watch(
     A look that fails, or a server that is away, is said once per cause and costs that look only: news stays pending.
     """
     before: tuple[FleetCondition, ...] = ()
-    pending: dict[object, FleetCondition] = {}
+    pending: dict[object, tuple[float, FleetCondition]] = {}
     state, said = Debounce(), ""
     done = 0
     while looks is None or done < looks:
@@ -111,7 +111,7 @@ def keep_watch(
         except CoralError as error:
             trouble = f"could not look: {error}"
         for condition in fresh:
-            pending[condition.key] = condition
+            pending[condition.key] = (clock.now().timestamp(), condition)
             say(f"{condition.kind}: {condition.detail}")
         try:
             state = _consider(runs, state, fresh, pending, policy, now_s=clock.now().timestamp(), say=say)
@@ -130,13 +130,13 @@ def _consider(
     runs: Runs,
     state: Debounce,
     fresh: Sequence[FleetCondition],
-    pending: dict[object, FleetCondition],
+    pending: dict[object, tuple[float, FleetCondition]],
     policy: WatchPolicy,
     *,
     now_s: float,
     say: Callable[[str], None],
 ) -> Debounce:
-    """Ask for a run where one is due; `pending` holds the news that no run has begun after."""
+    """Ask for a run where one is due; `pending` holds news and when it came, until all of it is served."""
     if not fresh and state.news_at_s is None:
         return state
     runs.tell(fresh)
@@ -150,8 +150,9 @@ def _consider(
         window_s=policy.window_s,
     )
     if ask:
-        runs.ask(list(pending.values()))
-        say(f"asked for a run because of {len(pending)} piece{'s' if len(pending) > 1 else ''} of news")
+        due = [found for at_s, found in pending.values() if seen.last_start_s is None or at_s >= seen.last_start_s]
+        runs.ask(due)
+        say(f"asked for a run because of {len(due)} piece{'s' if len(due) > 1 else ''} of news")
     if after.news_at_s is None:
         pending.clear()
     return after

@@ -127,7 +127,7 @@ def debounced(
         raise InputError(f"is {window_s} s, must be at least 0", where="window_s")
     begun_s = -math.inf if last_start_s is None else last_start_s
     pending_s = now_s if news else state.news_at_s
-    if pending_s is None or begun_s > pending_s:
+    if pending_s is None or (begun_s > pending_s and not running):  # one that runs may yet find that another one acts
         return Debounce(news_at_s=None, asked_at_s=state.asked_at_s), False
     if running or now_s - max(begun_s, state.asked_at_s) < window_s:
         return Debounce(news_at_s=pending_s, asked_at_s=state.asked_at_s), False

@@ -21,10 +21,13 @@ def dead(*names):
 
 
 class Server:
-    """Runs that are asked for begin at the next look and last `lasts_s`; `away` are times at which it does not answer."""
+    """Runs that are asked for begin at the next look and last `lasts_s`; `away` are times at which it does not answer.
 
-    def __init__(self, clock, *, lasts_s=15.0, away=()):
-        self.clock, self.lasts_s, self.away = clock, lasts_s, away
+    The first `kept_out` runs find that another one acts.
+    """
+
+    def __init__(self, clock, *, lasts_s=15.0, away=(), kept_out=0):
+        self.clock, self.lasts_s, self.away, self.kept_out = clock, lasts_s, away, kept_out
         self.begun_s, self.told, self.asked = [], [], []
 
     def seen(self, now_s):
@@ -32,7 +35,8 @@ class Server:
         if self.asked and len(self.begun_s) < len(self.asked):
             self.begun_s.append(now_s)
         running = bool(self.begun_s) and now_s < self.begun_s[-1] + self.lasts_s
-        return RunsSeen(running=running, last_start_s=self.begun_s[-1] if self.begun_s else None)
+        counted = self.begun_s if running else self.begun_s[self.kept_out :]
+        return RunsSeen(running=running, last_start_s=counted[-1] if counted else None)
 
     def tell(self, found):
         self._answer()
@@ -47,10 +51,10 @@ class Server:
             raise CoralError("the Prefect server does not answer")
 
 
-def watched(script, *, away=(), lasts_s=15.0, window_s=20.0):
+def watched(script, *, away=(), lasts_s=15.0, window_s=20.0, kept_out=0):
     """`script` by look (10 s apart): a Look, or an error to raise; the last one stays."""
     clock, said = ManualClock(start=START), []
-    server = Server(clock, away=away, lasts_s=lasts_s)
+    server = Server(clock, away=away, lasts_s=lasts_s, kept_out=kept_out)
 
     def look_once():
         found = script[min(int(clock.elapsed_s // 10), len(script) - 1)]
@@ -77,6 +81,11 @@ def test_news_during_a_run_is_one_more_run_after_it():
     server, _ = watched([dead("i-1"), dead("i-1"), dead("i-1", "i-2"), dead("i-1", "i-2", "i-3")], lasts_s=55.0)
     assert [subjects for _, subjects in server.asked] == [["i-1"], ["i-2", "i-3"]]
     assert server.asked[1][0] == 70.0
+
+
+def test_a_run_that_found_the_lease_taken_has_served_no_news():
+    server, _ = watched([dead("i-1")], kept_out=2)
+    assert server.asked == [(0.0, ["i-1"]), (30.0, ["i-1"]), (60.0, ["i-1"])]
 
 
 def test_a_look_that_fails_is_said_once_and_is_no_news():
