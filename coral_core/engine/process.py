@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -30,8 +31,11 @@ FIRST_TOKEN_S = 60.0
 LONGEST_LOOK_S = FIRST_TOKEN_S + 10.0
 """More than one look at a start takes; of a longer gap only so much counts as its time."""
 LAST_WORDS_S = 10.0
+MOST_BUGS = 5
+"""So many looks in a row that a bug ends are the engine's end: nobody would know how it is."""
 LONGEST_BEGUN_BYTES = 1 << 16
 """A progress bar writes for hours without ending its line."""
+_log = logging.getLogger(__name__)
 _OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Of our environment, not of the engine's."""
 
@@ -182,26 +186,48 @@ class EngineProcess:
 
     def _watch(self, kept: Kept, log_file: _LogFile) -> None:
         """Until the engine is gone; a failed one is only waited for."""
-        while True:
-            began_s = time.monotonic()
+        bugs = 0
+        while not kept.gone:
+            try:
+                self._look(kept, log_file)
+                bugs = 0
+            except Exception as error:  # noqa: BLE001 - logged whole; a state that nobody looks after would be believed for ever
+                bugs += 1
+                if bugs <= MOST_BUGS:
+                    _log.exception("a look at the engine of node %s ended by a bug", self.launch.node)
+                if bugs == MOST_BUGS and not self._state.final:
+                    self._fail_by(error)
+                time.sleep(START_LOOK_S)
+        try:
+            self._log.read(log_file.rest(), self._elapsed_s())
+            log_file.close()
+            self._settle(kept)
+        except Exception as error:  # noqa: BLE001 - as above
+            _log.exception("the last look at the engine of node %s ended by a bug", self.launch.node)
+            self._fail_by(error, kept.exit_code)
+
+    def _fail_by(self, bug: Exception, exit_code: int | None = None) -> None:
+        what = f"nobody can say how it is, because of a bug: {bug!r}"
+        self._fail(EngineFailure(cause=Cause.BUG, what=what, log_lines=self._log.tail()), exit_code)
+
+    def _look(self, kept: Kept, log_file: _LogFile) -> None:
+        """See how it is, and wait until it is time to look again."""
+        began_s = time.monotonic()
+        kept.poll()
+        self._log.read(log_file.new_lines(), self._elapsed_s())
+        if kept.gone:
+            return
+        if not self._stopping and self._state.condition is Condition.STARTING:
+            self._look_at_start()
+        elif not self._stopping and self._state.condition is Condition.READY and self._probe is not None:
+            self._look_at_work(self._probe)
+        every_s = self._terms.look_s if self._state.condition is Condition.READY else START_LOOK_S
+        until_s = began_s + every_s
+        while not kept.gone and not self._stopping and time.monotonic() < until_s:
+            time.sleep(0.05)
             kept.poll()
-            self._log.read(log_file.new_lines(), self._elapsed_s())
-            if kept.gone:
-                break
-            if not self._stopping and self._state.condition is Condition.STARTING:
-                self._look_at_start()
-            elif not self._stopping and self._state.condition is Condition.READY and self._probe is not None:
-                self._look_at_work(self._probe)
-            every_s = self._terms.look_s if self._state.condition is Condition.READY else START_LOOK_S
-            until_s = began_s + every_s
-            while not kept.gone and not self._stopping and time.monotonic() < until_s:
-                time.sleep(0.05)
-                kept.poll()
-            if self._stopping:
-                time.sleep(0.05)
-        self._log.read(log_file.rest(), self._elapsed_s())
-        log_file.close()
-        self._settle(kept)
+        if self._stopping:
+            time.sleep(0.05)
 
     def _look_at_start(self) -> None:
         watched_s = self._watched_s()

@@ -44,6 +44,7 @@ class Cause(StrEnum):
     RANK_DIED = "rank_died"
     HUNG = "hung"
     LEFT = "left"
+    BUG = "bug"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import urllib.request
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -273,6 +274,28 @@ def test_an_interpreter_that_is_none_is_refused(case):
 def test_a_launch_that_allows_longer_steps_is_watched_with_more_patience(limit, hung_after_s):
     environment = {} if limit is None else {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": limit}
     assert watch_terms(environment).liveness.hung_after_s == hung_after_s
+
+
+@pytest.mark.parametrize("times", [2, None])
+def test_a_bug_in_a_look_is_told_and_no_state_is_believed_for_ever(case, monkeypatch, caplog, times):
+    engine = case.ready()
+    look, bugs = engine._look_at_work, count()
+
+    def buggy(probe):
+        if times is None or next(bugs) < times:
+            raise KeyError("a bug")
+        look(probe)
+
+    monkeypatch.setattr(engine, "_look_at_work", buggy)
+    if times is None:
+        assert until(lambda: engine.state.final)
+        assert (engine.state.failure.cause, "KeyError" in engine.state.failure.what) == (Cause.BUG, True)
+    else:
+        assert until(lambda: "Traceback" in caplog.text)
+        os.kill(engine.pid, signal.SIGKILL)  # is noticed as ever
+        assert until(lambda: engine.state.final)
+        assert engine.state.failure.cause is not Cause.BUG
+    assert "Traceback" in caplog.text
 
 
 @pytest.mark.parametrize(("limit", "start_s"), [("7200", 7200.0), ("soon", 900.0), (None, 900.0)])
