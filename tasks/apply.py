@@ -72,17 +72,13 @@ class Patience:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run's surroundings: whose fleet, in which store and cloud, how patient, and who it is.
-
-    `start_timeout_s`: from its launch on an instance may take so long to answer.
-    """
+    """A run's surroundings: whose fleet, in which store and cloud, how patient, and who it is."""
 
     store: Store
     fleet: str
     provider: Provider
     patience: Patience
     holder: str
-    start_timeout_s: float = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +131,6 @@ def open_job(
         provider=open_provider(settings, provider or known),
         patience=patience or Patience(),
         holder=holder,
-        start_timeout_s=settings.start_timeout_s,
     )
 
 
@@ -302,7 +297,7 @@ def apply_policy(job: Job, zones: Zones) -> ApplyPolicy:
     """The executor's patience: within the lease, and as long as the provider needs."""
     poll_s = job.patience.poll_s
     return ApplyPolicy(
-        reconcile=ReconcilePolicy(zones=zones, start_timeout_s=job.start_timeout_s),
+        reconcile=ReconcilePolicy(zones=zones),
         settle_s=job.provider.settle_s,
         poll_s=poll_s,
         max_backoff_s=max(poll_s, min(60.0, job.patience.lease.duration_s / 8)),

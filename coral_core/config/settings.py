@@ -43,12 +43,6 @@ class Settings(BaseSettings):
     local_ports: int = Field(default=1000, ge=16, le=60000, description="how many ports local nodes may use")
     max_nodes: int | None = Field(default=None, ge=0, description="nodes that no run may go beyond")
     max_usd_per_h: float | None = Field(default=None, ge=0, allow_inf_nan=False, description="the same for the cost")
-    start_timeout_s: float = Field(
-        default=900.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="seconds from an instance's launch after which one that has never answered is ended; more where engines may load for longer",
-    )
     aws_launch_template: str = Field(default="coral-node", description="name of the launch template in every region")
     aws_profile: str | None = Field(default=None, description="profile of the AWS credentials")
     aws_home_region: str = Field(default="us-east-1", description="asked where no region is meant in particular")

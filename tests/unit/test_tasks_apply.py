@@ -65,14 +65,6 @@ def test_a_plan_is_carried_out_verified_and_recorded(acting):
     assert read_identity(acting.store, FLEET.name).account == ACCOUNT
 
 
-@pytest.mark.parametrize(("start_timeout_s", "rented"), [(3600.0, 1), (900.0, 3)])
-def test_an_engine_may_take_as_long_to_load_as_the_settings_say(acting, start_timeout_s, rented):
-    acting.world.engine.boot_s = 2400.0
-    job = acting.job(start_timeout_s=start_timeout_s, patience=replace(PATIENCE, deadline_s=7200.0))
-    assert (acting.run(wanted(ONE, 1), job=job).outcome is Outcome.CONVERGED) is (rented == 1)
-    assert len(acting.world.cloud.machines) == rented
-
-
 def test_two_at_once_one_acts_and_the_other_says_why_not(acting):
     first, second = acting.job("first"), acting.job("second")
     lease = acting.lease(first)
@@ -439,11 +431,10 @@ def test_markets_and_phases_come_back_from_a_recorded_plan():
 
 def test_a_job_takes_what_is_not_named_from_the_settings_and_the_fleet(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = Settings(fleet="blue", provider="fake", start_timeout_s=3600.0)
+    settings = Settings(fleet="blue", provider="fake")
     job = open_job(settings, holder=holder_text("a test"))
     assert (job.fleet, job.provider.name, job.patience) == ("blue", "fake", Patience())
     assert job.holder.startswith("a test at ")
     assert apply_policy(job, {}).settle_s == 0.0
-    assert apply_policy(job, {}).reconcile.start_timeout_s == 3600.0
     with pytest.raises(InputError, match="CORAL_GCP_PROJECT"):
         open_job(settings, provider="gcp", holder="x")
