@@ -200,14 +200,6 @@ def test_an_engine_that_never_answers_is_rolled_back_and_given_up(world):
     assert len([m for m in world.cloud.machines.values() if m.order.tags.template_id == "d-two"]) == 3 * 2
 
 
-def test_an_engine_that_loads_for_long_is_waited_for_while_the_serving_side_says_that_it_starts(world):
-    world.engine.boot_s = 3 * POLICY.start_timeout_s
-    world.engine.starting = True
-    assert world.apply(plan(wanted(TWO, 1)), limits(), apply_policy(deadline_s=1e5)).status is ApplyStatus.CONVERGED
-    assert len(world.cloud.machines) == 2
-    assert not [event for event in world.events if event.action is Action.STOP]
-
-
 def test_what_a_run_itself_slept_through_is_no_engines_silence(world):
     goal = plan(wanted(TWO, 1))
     world.apply(goal, limits())
@@ -226,14 +218,6 @@ def test_what_a_run_itself_slept_through_is_no_engines_silence(world):
     assert report.status is ApplyStatus.CONVERGED
     assert len(slept_s) >= 2
     assert {machine.node_id for machine in world.cloud.held()} == held
-
-
-def test_engines_that_cannot_be_asked_condemn_nobody(world):
-    world.apply(plan(wanted(TWO, 1)), limits())
-    world.engine.unreachable = True
-    report = world.apply(plan(wanted(TWO, 1)), limits(), apply_policy(deadline_s=5000.0))
-    assert report.status is ApplyStatus.DEADLINE
-    assert world.fleet() == {("d-two", "east", "on_demand"): 1}
 
 
 @pytest.mark.parametrize("harm", ["kill", "halt"])

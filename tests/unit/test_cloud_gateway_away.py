@@ -1,4 +1,4 @@
-"""The executor while the gateway's admin side fails: nothing that is paid for stays for its sake."""
+"""The executor and a serving side that fails, cannot be asked or asks for time: nothing that is paid for stays for its sake."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 
 from coral_core.cloud.engine_port import Readiness
 from coral_core.cloud.ports import ApplyStatus
+from coral_core.cloud.steps import Action
 from coral_core.errors import ServingError
-from tests.fakes.fleet_cases import ONE, THREE, TWO, World, apply_policy, counts, limits, plan, wanted
+from tests.fakes.fleet_cases import ONE, POLICY, THREE, TWO, World, apply_policy, counts, limits, plan, wanted
 
 
 class Away:
@@ -68,3 +69,19 @@ def test_what_has_failed_is_stopped_though_nobody_can_be_told(world):
     assert report.status is ApplyStatus.DEADLINE  # nobody can say whether its replacement answers
     assert dead not in {machine.node_id for machine in world.cloud.held()}
     assert world.fleet() == counts(goal)
+
+
+def test_an_engine_that_loads_for_long_is_waited_for_while_the_serving_side_says_that_it_starts(world):
+    world.engine.boot_s = 3 * POLICY.start_timeout_s
+    world.engine.starting = True
+    assert world.apply(plan(wanted(TWO, 1)), limits(), apply_policy(deadline_s=1e5)).status is ApplyStatus.CONVERGED
+    assert len(world.cloud.machines) == 2
+    assert not [event for event in world.events if event.action is Action.STOP]
+
+
+def test_engines_that_cannot_be_asked_condemn_nobody(world):
+    world.apply(plan(wanted(TWO, 1)), limits())
+    world.engine.unreachable = True
+    report = world.apply(plan(wanted(TWO, 1)), limits(), apply_policy(deadline_s=5000.0))
+    assert report.status is ApplyStatus.DEADLINE
+    assert world.fleet() == {("d-two", "east", "on_demand"): 1}
