@@ -176,16 +176,18 @@ class Dispatcher:
         try:
             yield
         except UpstreamError as error:
-            self.failed(member, error)
+            # Where two engines answer the same, it is the request: one that a client repeats must not empty a pool.
+            alike = tries.last is not None and error.status != 0 and error.status == tries.last.status
+            self.failed(member, error, blameless=alike)
             tries.failed.add(member.spec.name)
             # After a failed transfer the next one computes the prompt: the cache at the prefill engine may be gone.
             tries.alone = tries.alone or member.spec.phase is Phase.DECODE
             tries.same_again = transferred and error.answered
             raise
 
-    def failed(self, member: Member, error: UpstreamError) -> None:
-        """Count a failure at an instance, and stop using it where that says it is gone."""
-        if error.cause != "busy":  # it says so itself, and is well
+    def failed(self, member: Member, error: UpstreamError, *, blameless: bool = False) -> None:
+        """Count a failure at an instance (against it, unless `blameless`), and stop using it where that says it is gone."""
+        if error.cause != "busy" and not blameless:  # a busy one says so itself, and is well
             self.table.failed(member, gone=error.gone, now_s=self.clock.monotonic_s())
         self.metrics.failed(member.spec.name, error.cause)
 

@@ -24,15 +24,18 @@ _OWN_LACK: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.E
 class UpstreamError(ServingError):
     """An engine failed a request. `cause` is one of a few words (a metric's label).
 
-    `gone`: there is no connection to it; `answered`: it is there and refused or failed this request.
+    `gone`: there is no connection to it; `answered`: it is there and refused or failed this request; `status`: with what, if by one.
     """
 
     kind = "upstream"
 
-    def __init__(self, what: str, *, cause: str = "", gone: bool = False, where: str = "", fix: str = "") -> None:
+    def __init__(
+        self, what: str, *, cause: str = "", gone: bool = False, status: int = 0, where: str = "", fix: str = ""
+    ) -> None:
         super().__init__(what, where=where, fix=fix)
         self.cause = cause
         self.gone = gone
+        self.status = status
 
     @property
     def answered(self) -> bool:
@@ -121,7 +124,8 @@ async def _refuse(response: aiohttp.ClientResponse) -> None:
     body = await read_all(response, 1 << 16)
     if 400 <= status < 500 and status not in _BUSY | _MISPLACED:
         raise RejectedError(f"the engine answered {status}", status=status, body=body)
-    raise UpstreamError(f"the engine answered {status}", cause="busy" if status in _BUSY | {503} else "status")
+    cause = "busy" if status in _BUSY | {503} else "status"
+    raise UpstreamError(f"the engine answered {status}", cause=cause, status=status)
 
 
 def _lacks_own(error: Exception) -> bool:

@@ -95,6 +95,19 @@ def test_before_the_first_byte_another_instance_answers_once():
     asyncio.run(go())
 
 
+@pytest.mark.parametrize(("second", "left"), [(500, 2), (501, 1)])
+def test_what_two_engines_answer_alike_is_not_held_against_both(second, left):
+    async def go():
+        weights = {"a": 10.0, "b": 10.0, "rare": 1e-6}
+        async with gateway_case({**TWO, "rare": AGGREGATED}, weights=weights, eject_after=1) as case:
+            case.engines["a"].tell(Way.STATUS, status=500)
+            case.engines["b"].tell(Way.STATUS, status=second)
+            assert (await case.post(chat()))[0] == 502
+            assert sum(one.ready for one in case.gateway.table.members) == left
+
+    asyncio.run(go())
+
+
 @pytest.mark.servers
 def test_after_the_first_byte_nothing_is_tried_again_and_the_stream_ends_with_an_error():
     async def go():
