@@ -4,7 +4,8 @@ Tested against a stand-in for the API, with the client's own messages and wire f
 
 The fleet is the label `coral-fleet`; the other tags are a JSON document in the instance's description, because labels
 hold neither capitals nor dots. The name of a machine is its token: GCE refuses a second machine of the same name, which
-makes starts idempotent and proves whose it is. Placement groups are not made here, and the API announces no
+makes starts idempotent and proves whose it is. (Ids of requests are not used: an order that failed, or whose machine is gone,
+would not be tried again under the same id.) Placement groups are not made here, and the API announces no
 preemption (a machine learns of it inside).
 """
 
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -52,7 +52,6 @@ _REASONS: Final[Mapping[str, Refusal]] = {
     "userRateLimitExceeded": Refusal.THROTTLED,
 }
 _LABEL: Final = "coral-fleet"
-_TOKEN_SPACE: Final = uuid.UUID("6f1a7a3e-6a3d-4d5e-9b43-0f6d2c1f8a55")
 _GONE_FIX: Final = "check the name and that the API is enabled in the project"
 
 
@@ -99,7 +98,7 @@ class GcpProvisioner:
 
     @property
     def call_timeout_s(self) -> float:
-        """A start is an insert and a wait for its operation, each within half of this."""
+        """A start is an insert, a wait for its operation and a look at the machine, each within a third of this."""
         return self._launch.call_timeout_s
 
     def account(self) -> str:
@@ -116,7 +115,7 @@ class GcpProvisioner:
             )
             try:
                 with _Errors(region):
-                    found = list(self._instances.list(request=wish, timeout=self._half_s, retry=None))
+                    found = list(self._instances.list(request=wish, timeout=self._part_s, retry=None))
             except _RefusedError as error:
                 raise _as_failure(error, region) from error
             for machine in found:
@@ -131,12 +130,11 @@ class GcpProvisioner:
             project=self._launch.project,
             zone=order.zone,
             source_instance_template=f"global/instanceTemplates/{self._launch.instance_template}",
-            request_id=str(uuid.uuid5(_TOKEN_SPACE, name)),
             instance_resource=_machine(fleet, order, name),
         )
         try:
             with _Errors(order.region):
-                operation = self._instances.insert_unary(request=request, timeout=self._half_s, retry=None)
+                operation = self._instances.insert_unary(request=request, timeout=self._part_s, retry=None)
                 self._wait(order, operation)
         except _RefusedError as error:
             if error.code == "alreadyExists":
@@ -148,6 +146,7 @@ class GcpProvisioner:
 
     def stop(self, fleet: FleetId, region: str, nodes: Iterable[Node]) -> None:
         """Delete machines, one request each; the operations go on by themselves."""
+        nodes = tuple(nodes)
         for node in nodes:
             request = _compute().DeleteInstanceRequest(
                 project=self._launch.project,
@@ -156,7 +155,7 @@ class GcpProvisioner:
             )
             try:
                 with _Errors(region):
-                    self._instances.delete_unary(request=request, timeout=self._half_s, retry=None)
+                    self._instances.delete_unary(request=request, timeout=self.call_timeout_s / len(nodes), retry=None)
             except _RefusedError as error:
                 if error.code != "notFound":
                     raise _as_failure(error, region) from error
@@ -166,8 +165,8 @@ class GcpProvisioner:
         return True
 
     @property
-    def _half_s(self) -> float:
-        return self._launch.call_timeout_s / 2
+    def _part_s(self) -> float:
+        return self._launch.call_timeout_s / 3
 
     def _zones(self, region: str) -> tuple[str, ...]:
         if region not in self._launch.zones:
@@ -182,7 +181,7 @@ class GcpProvisioner:
             request = _compute().WaitZoneOperationRequest(
                 project=self._launch.project, zone=order.zone, operation=operation.name
             )
-            operation = self._operations.wait(request=request, timeout=self._half_s, retry=None)
+            operation = self._operations.wait(request=request, timeout=self._part_s, retry=None)
         if operation.status != done:
             raise _RefusedError(Refusal.UNKNOWN, "notDone", f"operation {operation.name} goes on")
         for error in operation.error.errors:
@@ -193,7 +192,7 @@ class GcpProvisioner:
         request = _compute().GetInstanceRequest(project=self._launch.project, zone=order.zone, instance=name)
         try:
             with _Errors(order.region):
-                machine = self._instances.get(request=request, timeout=self._half_s, retry=None)
+                machine = self._instances.get(request=request, timeout=self._part_s, retry=None)
         except _RefusedError as error:  # it may have gone again, or the cloud may be busy: ask once more
             return Refused(refusal=Refusal.UNKNOWN, code=error.code, message=error.message)
         node = _node(fleet, order.region, order.zone, machine, project=self._launch.project)

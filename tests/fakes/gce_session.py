@@ -19,6 +19,8 @@ class Gce:
     operations: dict[str, dict[str, Any]] = field(default_factory=dict)
     faults: list[list[Any]] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
+    timeouts_s: list[float] = field(default_factory=list)
+    by_request_id: dict[str, str] = field(default_factory=dict)
 
     def clients(self) -> tuple[Any, Any]:
         """The library's own clients over this session."""
@@ -66,6 +68,7 @@ class Gce:
             ("post", "operations", True): "wait",
         }[method, kind, bool(name)]
         self.requests.append(operation)
+        self.timeouts_s.append(given["timeout"])
         assert bool(wait) == (operation == "wait")
         fault = self._fault(operation)
         if fault in _HTTP:
@@ -100,11 +103,16 @@ class Gce:
         machine = json.loads(given["data"])
         assert dict(given["params"])["sourceInstanceTemplate"] == "global/instanceTemplates/coral-node"
         key = (zone, machine["name"])
+        request_id = dict(given["params"]).get("requestId", "")
+        if request_id in self.by_request_id:  # ignored: the answer is the first one's operation, whatever came of it
+            return 200, {"name": self.by_request_id[request_id], "status": "RUNNING"}
         if key in self.machines:
             return 409, _error("alreadyExists", "The resource already exists")
         number = f"operation-{len(self.operations)}"
         failure = {"error": {"errors": [{"code": fault, "message": "as scripted"}]}} if fault.isupper() else {}
         self.operations[number] = {"name": number, "status": "DONE", **failure}
+        if request_id:
+            self.by_request_id[request_id] = number
         if not failure:
             created = {"status": "RUNNING", "creationTimestamp": "2026-11-29T12:00:00.000-08:00"}
             self.machines[key] = {"labels": {}, **machine, **created}

@@ -59,6 +59,26 @@ def test_a_slow_operation_may_have_happened_and_is_found_again(gce, provisioner)
     assert len(gce.machines) == 1
 
 
+def test_an_order_that_failed_or_whose_machine_is_gone_can_be_given_again(gce, provisioner):
+    gce.faults.append(["insert", "QUOTA_EXCEEDED", 1])
+    assert isinstance(provisioner.start(FLEET, ORDER), Refused)
+    first = provisioner.start(FLEET, ORDER)
+    assert isinstance(first, Started)
+    provisioner.stop(FLEET, "us-central1", [first.node])
+    assert isinstance(provisioner.start(FLEET, ORDER), Started)
+    assert len(gce.machines) == 1
+
+
+def test_no_call_takes_longer_than_it_says(gce, provisioner):
+    started = provisioner.start(FLEET, ORDER)
+    assert gce.requests == ["insert", "wait", "look"]
+    assert sum(gce.timeouts_s) <= provisioner.call_timeout_s
+    gce.timeouts_s.clear()
+    others = [replace(started.node, tags=replace(TAGS, node=n, nodes=6)) for n in range(1, 6)]
+    provisioner.stop(FLEET, "us-central1", [started.node, *others])
+    assert sum(gce.timeouts_s) <= provisioner.call_timeout_s
+
+
 @pytest.mark.parametrize(
     ("fault", "refusal"),
     [
