@@ -225,8 +225,6 @@ class World:
                     self.happened.append(effect)
                     if effect.event == "ready":
                         self.ever_ready.add(effect.instance_id)
-                case GatewayCall() if self.gateway_up:
-                    self._gateway_does(effect)
 
     def _obey(self, agent: Agent, message: object) -> None:
         match message:

@@ -303,6 +303,50 @@ def test_what_is_over_is_forgotten_once_nobody_speaks_for_it():
     assert "i" not in world.rows
 
 
+@pytest.mark.parametrize("how", ["the gateway is away", "a call is lost", "another coordinator"])
+def test_what_is_forgotten_while_the_gateway_does_not_hear_is_deleted_later(how):
+    world = up(i=1)
+    stranger = replace(world.rows["i"], name="stranger")
+    world.rows["stranger"] = stranger
+    world.fault("i", 0)
+    world.advance(2)
+    world.kill_agent("i", 0)
+    does = world._gateway_does
+    if how == "a call is lost":
+        world._gateway_does = lambda call: None
+    else:
+        world.gateway_up = False
+    world.advance(int(TERMS.forget_s) + 20)
+    if how == "another coordinator":
+        world.restart_coordinator(remembers=True)
+    assert world.rows["i"].failed
+    world._gateway_does, world.gateway_up = does, True
+    world.advance(int(TERMS.forget_s) + 20 if how == "another coordinator" else 2)
+    assert (world.coordinator.held, world.rows) == ({}, {"stranger": replace(stranger, answers=True)})
+
+
+def test_what_the_gateway_has_from_elsewhere_under_the_same_name_is_not_deleted():
+    world = up(i=1)
+    world.fault("i", 0)
+    world.advance(2)
+    world.kill_agent("i", 0)
+    world.gateway_up = False
+    world.advance(int(TERMS.forget_s) + 20)
+    world.rows["i"] = replace(world.rows["i"], url="http://elsewhere:1")
+    world.gateway_up = True
+    world.advance(2)
+    assert (world.coordinator.held, world.rows["i"].url) == ({}, "http://elsewhere:1")
+
+
+def test_without_a_gateway_what_is_over_is_forgotten_too():
+    instances = Instances(TERMS, name="c", gateway=False)
+    instances.hello(b"0", "k", hello(), 0.0)
+    instances.planned("i", "no such template", 0.0)
+    for second in range(int(TERMS.forget_s) + 2):
+        instances.tick(float(second))
+    assert instances.held == {}
+
+
 def test_what_was_written_down_is_read_again(tmp_path):
     world = up(i=1)
     world.rows["i"] = replace(world.rows["i"], weight=4.0)

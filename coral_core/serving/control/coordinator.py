@@ -99,7 +99,9 @@ class _Coordinator:
         self, plan: CoordinatorPlan, clock: Clock, end: CoordinatorEnd, gateway: GatewaySide, say: Say
     ) -> None:
         self.plan, self.clock, self.end, self.gateway, self.say = plan, clock, end, gateway, say
-        self.instances = Instances(plan.terms, name=uuid.uuid4().hex[:12], held=self._remembered())
+        self.instances = Instances(
+            plan.terms, name=uuid.uuid4().hex[:12], held=self._remembered(), gateway=bool(plan.gateway_url)
+        )
         self.counts: Counter[str] = Counter()
         self.gateway_trouble = self.state_trouble = ""
         self.changed, self.unwritten = asyncio.Event(), asyncio.Event()
@@ -185,10 +187,6 @@ class _Coordinator:
                     self.unwritten.set()
                     text = f"{effect.instance_id}: {effect.event}: {effect.detail}"
                     self.say(effect.event, text, instance=effect.instance_id, detail=effect.detail)
-                case GatewayCall():
-                    task = asyncio.create_task(self._call(effect, None))
-                    self.asking.add(task)
-                    task.add_done_callback(self.asking.discard)
 
     async def _ask(self, question: AskPlan) -> None:
         found: LaunchPlan | str
@@ -230,22 +228,16 @@ class _Coordinator:
             for call in gateway_calls([one], by_name):
                 await self._call(call, one)
 
-    async def _call(self, call: GatewayCall, one: Held | None) -> None:
+    async def _call(self, call: GatewayCall, one: Held) -> None:
         """Make a call; what the gateway will not have is told once. Raises ServingError where it does not answer."""
-        if not self.plan.gateway_url:
-            return
         try:
             await self.gateway.call(call)
         except RejectedError as error:
-            if one is not None and one.rejected != str(error):
+            if one.rejected != str(error):
                 one.rejected = str(error)
                 self.say("rejected", f"{one.instance_id}: {error}", instance=one.instance_id, reason=str(error))
-        except ServingError:
-            if one is not None:
-                raise
         else:
-            if one is not None:
-                one.rejected = ""
+            one.rejected = ""
 
     # ------------------------------------------------------------------ what is written down
 

@@ -18,7 +18,7 @@ def gateway_calls(held: Iterable[Held], rows: Mapping[str, GatewayRow]) -> list[
     0, which a reallocation sets once it is ready. One that the gateway has lost
     gets back the weight and the draining that it was last known to have. Of a degraded one the weight stays the full one, beside
     the share of it that is left. One that is over is said to have failed, so that
-    it is replaced, and gets no request.
+    it is replaced, and gets no request; it is deleted once nobody speaks for it any more.
     """
     return [call for one in held for call in _calls_of(one, rows.get(one.instance_id))]
 
@@ -49,9 +49,11 @@ def rows_of(document: Any) -> list[GatewayRow]:  # noqa: ANN401 - JSON
 
 def _calls_of(one: Held, row: GatewayRow | None) -> list[GatewayCall]:
     over = one.stage.over
+    path = f"/instances/{quote(one.instance_id, safe='')}"
+    if one.forgettable:
+        return [GatewayCall(method="DELETE", path=path)] if one.is_row(row) else []
     if one.stage is Stage.GATHERING:
         return []
-    path = f"/instances/{quote(one.instance_id, safe='')}"
     calls: list[GatewayCall] = []
     known = row is not None and (row.model, row.phase, row.region) == (one.model, one.phase, one.region)
     if row is None or not known or (row.url != one.address and not over):

@@ -82,6 +82,7 @@ class Held:
     are put back where it has lost them.
     `weight_frac`: of an engine that goes on without `lost_nodes` (why, by node number), what is left of its throughput; the
     gateway routes by so much of `weight`, which stays the full one. `troubled_s`: since when a node has been in trouble.
+    `forgettable`: the gateway shall forget it, and once it has this coordinator does.
     """
 
     instance_id: str
@@ -106,11 +107,20 @@ class Held:
     lost_nodes: dict[str, str] = field(default_factory=dict)
     troubled_s: dict[int, float] = field(default_factory=dict)
     rejected: str = ""
+    forgettable: bool = False
 
     def fits(self, tags: NodeTags, region: str) -> bool:
         """Whether a node that says this of itself is one of its nodes."""
         mine = (self.template_id, self.model, self.phase, self.nodes, self.epoch, self.region)
         return mine == (tags.template_id, tags.model, tags.phase, tags.nodes, tags.epoch, region)
+
+    def is_row(self, row: GatewayRow | None) -> bool:
+        """Whether what the gateway has under this name is this instance, and not another one from elsewhere."""
+        return (
+            row is not None
+            and (row.model, row.phase, row.region) == (self.model, self.phase, self.region)
+            and self.address in {"", row.url}
+        )
 
     @property
     def complete(self) -> bool:
@@ -201,4 +211,4 @@ class GatewayCall:
     body: Mapping[str, object] | None = None
 
 
-Effect = Tell | AskPlan | Happened | GatewayCall
+Effect = Tell | AskPlan | Happened

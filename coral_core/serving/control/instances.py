@@ -18,7 +18,6 @@ a restart fails nothing by itself, and those who do not come within `lost_s` are
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from urllib.parse import quote
 
 from coral_core.domain.fleet import INSTANCE_NAME
 from coral_core.domain.launch import LaunchPlan
@@ -26,7 +25,6 @@ from coral_core.serving.control.held import (
     AskPlan,
     ControlTerms,
     Effect,
-    GatewayCall,
     GatewayRow,
     Happened,
     Held,
@@ -56,9 +54,10 @@ from coral_core.serving.control.troubles import engine_share, engine_trouble, ru
 class Instances:
     """The state machine. Every method takes the time and returns what is to be done."""
 
-    def __init__(self, terms: ControlTerms, *, name: str, held: Iterable[Held] = ()) -> None:
-        """`name` of this coordinator, new at every start; `held`: what the last one wrote down."""
+    def __init__(self, terms: ControlTerms, *, name: str, held: Iterable[Held] = (), gateway: bool = True) -> None:
+        """`name` of this coordinator, new at every start; `held`: what the last one wrote down; `gateway`: there is one."""
         self.terms = terms
+        self._gateway = gateway
         self.name = name
         self.held = {one.instance_id: one for one in held}
         self._seat_of: dict[bytes, tuple[str, int]] = {}
@@ -160,6 +159,7 @@ class Instances:
         """What the gateway has. Weights and draining are remembered, since it forgets them when it restarts."""
         self._wake(now_s)
         self._rows, self._rows_s = {row.name: row for row in rows}, now_s
+        self._forget(one for one in self.held.values() if not one.is_row(self._rows.get(one.instance_id)))
         effects: list[Effect] = []
         for one in self.held.values():
             row = self._rows.get(one.instance_id)
@@ -182,11 +182,17 @@ class Instances:
         """Time has passed."""
         self._wake(now_s)
         effects = [effect for one in self.held.values() for effect in self._consider(one, now_s)]
-        for one in [one for one in self.held.values() if self._forgettable(one, now_s)]:
+        for one in self.held.values():
+            one.forgettable = self._forgettable(one, now_s)
+        if not self._gateway:
+            self._forget(self.held.values())
+        return effects
+
+    def _forget(self, known: Iterable[Held]) -> None:
+        """Those of these that are to be forgotten."""
+        for one in [one for one in known if one.forgettable]:
             self._unseat(one, list(one.seats))
             del self.held[one.instance_id]
-            effects.append(GatewayCall(method="DELETE", path=f"/instances/{quote(one.instance_id, safe='')}"))
-        return effects
 
     def _wake(self, now_s: float) -> None:
         """What this process itself slept through is nobody's silence: called first with every word, and with every tick."""
