@@ -265,14 +265,15 @@ class _Diff:
     def _drains(self, at_once: Collection[str]) -> Iterator[Step]:
         """Take surplus instances out after their replacement is up.
 
-        At once: those the cloud takes back, and as many as a limit demands.
+        At once: those the cloud takes back, as many as a limit demands, and all of a model that is wanted no more.
         """
         under_way = 0
+        wanted = {wanted.spec.model for wanted in self.plan.wanted if wanted.count}
         for instance in sorted(self.surplus, key=lambda i: (i.instance_id not in self.signals.draining, i.launched_at)):
             name = instance.instance_id
             leaving = self.condition[name] is Condition.LEAVING
             due = Due.NOW if self._may_go(instance, at_once) else Due.REPLACEMENT
-            if due is Due.NOW and not leaving and name not in self.signals.drained:
+            if due is Due.NOW and not leaving and instance.model in wanted and name not in self.signals.drained:
                 under_way += 1
                 due = Due.TURN if under_way > self.policy.max_draining else due
             reason = (

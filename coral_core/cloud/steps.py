@@ -82,7 +82,7 @@ class Reconciliation:
 class ReconcilePolicy:
     """How fast and how patient. `zones[offer]` lists the zones that sell it, best first: spot prices differ by zone.
 
-    `max_starting` and `max_draining` bound how many instances are under way at once. `start_timeout_s`: for what the serving side
+    `max_starting` and `max_draining` (of models that stay) bound how many instances are under way at once. `start_timeout_s`: for what the serving side
     does not say to be starting, which has its engine's own limit. `lost_grace_s`: for how long an engine that
     has lost a node and may go on need not answer.
     """

@@ -288,9 +288,9 @@ def test_parallelism_is_bounded(world):
     assert world.apply(goal, limits(), policy).status is ApplyStatus.CONVERGED
     assert max(starting) == 2
     world.events.clear()
-    world.apply(plan(plan_id="plan-2"), limits(), policy)
+    world.apply(plan(wanted(ONE, 1), plan_id="plan-2"), limits(), policy)
     order = [e.action for e in world.events if e.action in {Action.DRAIN, Action.STOP} and e.outcome != "drained"]
-    assert order == [Action.DRAIN, Action.STOP] * 6
+    assert order == [Action.DRAIN, Action.STOP] * 5
 
 
 def test_no_call_is_made_without_enough_of_the_lease(world):

@@ -49,6 +49,15 @@ def test_a_teardown_releases_all_though_the_gateway_is_away(world):
     assert sum("given up after" in outcome for outcome in said) == 3
 
 
+def test_a_teardown_takes_no_turns_while_all_is_paid_for(world):
+    world.apply(plan(wanted(ONE, 20)), limits())
+    begun_s = world.clock.monotonic_s()
+    policy = apply_policy()
+    world.apply(plan(plan_id="none"), limits(), policy, engine=Away(world))
+    assert world.fleet() == {}
+    assert world.clock.monotonic_s() - begun_s < 2 * policy.drain_timeout_s
+
+
 def test_a_gateway_that_fails_now_and_then_is_told_again_and_loses_no_requests(world):
     world.apply(plan(wanted(ONE, 2)), limits())
     goal = plan(wanted(TWO, 1), plan_id="plan-2")
