@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from coral_core.clock import ListeningClock
 from coral_core.cloud.budget import check_plan
@@ -40,6 +40,9 @@ from coral_core.domain.hardware import Market
 from coral_core.errors import ProvisionError, ServingError
 
 Answer = TypeVar("Answer")
+
+_SILENT_S: Final = 3.0
+"""A gateway that has kept a call waiting in vain for so long would keep those of all instances: it is asked in the next round."""
 
 
 def apply_plan(
@@ -94,6 +97,7 @@ class _Run:
         self.weight: dict[str, float] = {}
         self.drain_since_s: dict[str, float] = {}
         self.drained: set[str] = set()
+        self.silent = False  # the gateway, in this round
         self.unheard: set[tuple[Action, str]] = set()  # told of already: the gateway failed in this
         self.burnt: set[str] = set()
         self.exhausted: set[Exhausted] = set()
@@ -160,9 +164,13 @@ class _Run:
     def _ask_engines(self) -> None:
         now_s = self.looked_s()
         self.said = {readiness: set() for readiness in Readiness}
+        self.silent = False
         for instance in gather(self.nodes.values()):
-            name = instance.instance_id
-            readiness = asked(self.ports.engine, instance)
+            name, begun_s = instance.instance_id, self.ports.clock.monotonic_s()
+            unasked = self.silent and instance.may_serve
+            readiness = Readiness.UNKNOWN if unasked else asked(self.ports.engine, instance)
+            if readiness is Readiness.UNKNOWN:
+                self._note_silence(begun_s)
             self.said[readiness].add(name)
             if readiness is Readiness.NOT_READY:
                 self.unready_since_s.setdefault(name, now_s)
@@ -295,7 +303,7 @@ class _Run:
     def _set_weight(self, step: Step, instance: Instance) -> None:
         self._permit()
         try:
-            self.ports.engine.set_weight(instance, step.weight)
+            self._told(lambda: self.ports.engine.set_weight(instance, step.weight))
         except ServingError as error:
             self._note_unheard(step, error)
             return
@@ -311,7 +319,7 @@ class _Run:
         first = step.instance_id not in self.drain_since_s
         waited_s = now_s - self.drain_since_s.setdefault(step.instance_id, now_s)
         try:
-            empty = self.ports.engine.drain(instance)
+            empty = self._told(lambda: self.ports.engine.drain(instance))
         except ServingError as error:
             empty = False
             self._note_unheard(step, error)
@@ -320,6 +328,20 @@ class _Run:
             self._record(step, "drained" if empty else f"given up after {waited_s:.0f} s, requests are cut off")
         elif first:
             self._record(step, f"{step.reason}: draining")
+
+    def _told(self, call: Callable[[], Answer]) -> Answer:
+        """What the gateway answers; ServingError where it fails, at once where it is silent in this round."""
+        if self.silent:
+            raise ServingError("the gateway kept another call waiting in vain")
+        begun_s = self.ports.clock.monotonic_s()
+        try:
+            return call()
+        except ServingError:
+            self._note_silence(begun_s)
+            raise
+
+    def _note_silence(self, begun_s: float) -> None:
+        self.silent = self.silent or self.ports.clock.monotonic_s() - begun_s > _SILENT_S
 
     def _note_unheard(self, step: Step, error: ServingError) -> None:
         """Say once that the gateway has failed; the next round asks again. What is paid for must not stay for its sake."""

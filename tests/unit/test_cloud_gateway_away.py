@@ -14,17 +14,22 @@ from tests.fakes.fleet_cases import ONE, POLICY, THREE, TWO, World, apply_policy
 class Away:
     """The world's serving side behind a gateway that fails every time, or (`hiccups`) every other time that it is told something."""
 
-    def __init__(self, world, *, hiccups=False):
+    def __init__(self, world, *, hiccups=False, hangs_s=0.0):
         self.engine, self.hiccups, self.told = world.engine, hiccups, 0
+        self.wait = lambda: world.clock.advance(hangs_s)
 
     def _engine(self):
         self.told += 1
+        self.wait()
         if self.hiccups and self.told % 2 == 0:
             return self.engine
         raise ServingError("the gateway does not answer: refused")
 
     def ready(self, instance):
-        return self.engine.ready(instance) if self.hiccups else Readiness.UNKNOWN
+        if self.hiccups:
+            return self.engine.ready(instance)
+        self.wait()
+        return Readiness.UNKNOWN
 
     def set_weight(self, instance, weight):
         self._engine().set_weight(instance, weight)
@@ -49,11 +54,12 @@ def test_a_teardown_releases_all_though_the_gateway_is_away(world):
     assert sum("given up after" in outcome for outcome in said) == 3
 
 
-def test_a_teardown_takes_no_turns_while_all_is_paid_for(world):
+@pytest.mark.parametrize("hangs_s", [0.0, 10.0])
+def test_a_teardown_takes_no_turns_while_all_is_paid_for(world, hangs_s):
     world.apply(plan(wanted(ONE, 20)), limits())
     begun_s = world.clock.monotonic_s()
     policy = apply_policy()
-    world.apply(plan(plan_id="none"), limits(), policy, engine=Away(world))
+    world.apply(plan(plan_id="none"), limits(), policy, engine=Away(world, hangs_s=hangs_s))
     assert world.fleet() == {}
     assert world.clock.monotonic_s() - begun_s < 2 * policy.drain_timeout_s
 
