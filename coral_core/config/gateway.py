@@ -79,6 +79,7 @@ class LimitsSpec(Strict):
     max_body_bytes: Count | None = None
     max_answer_bytes: Count | None = None
     max_requests: Count | None = None
+    max_choices: Count | None = None
     max_retries: Annotated[int, Field(ge=0, le=5, strict=True)] | None = None
     header_s: Seconds | None = None
     body_s: Seconds | None = None

@@ -1,7 +1,7 @@
 """The gateway as an ASGI application: OpenAI's API in front of the instances of a routing table.
 
-Order of the checks: key (401), the key's limits (429), body (408, 413, 415, 400), model (404), an instance that is ready
-(503), the model's queue (429). Nothing is sent to a client before an engine has given something to send.
+Order of the checks: key (401), the key's limits (429), body (408, 413, 415, 400), the key's limits on several answers (400,
+429), model (404), an instance that is ready (503), the model's queue (429). Nothing is sent to a client before an engine has given something to send.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from coral_core.serving.asgi import (
 from coral_core.serving.demand_meter import DemandMeter
 from coral_core.serving.dispatch import Answer, Dispatcher
 from coral_core.serving.keys import KeyRing
+from coral_core.serving.limits import KeyLimiter
 from coral_core.serving.metrics import CONTENT_TYPE, GatewayMetrics
 from coral_core.serving.patience import Patience
-from coral_core.serving.refusals import RefusedError, not_ready, unknown_model
+from coral_core.serving.refusals import RefusedError, bad_request, not_ready, unknown_model
 from coral_core.serving.request import CHAT, TEXT, CompletionRequest, parse_request
 from coral_core.serving.sparing_log import spare
 from coral_core.serving.table import RoutingTable
@@ -58,7 +59,10 @@ spare(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Exchange:
-    """One request on its way. `status` is what the metrics say of it, `begun` whether anything has been sent, `served` all."""
+    """One request on its way. `status` is what the metrics say of it, `begun` whether anything has been sent, `served` all.
+
+    `counts`: as how many its key's limits count it.
+    """
 
     send: Send
     request_id: str
@@ -67,6 +71,7 @@ class _Exchange:
     status: str = ""
     begun: bool = False
     served: bool = False
+    counts: int = 1
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -166,17 +171,24 @@ class Gateway:
             limiter.enter(exchange.arrived_s)
             self.running += 1
             try:
-                await self._complete(scope, receive, exchange)
+                await self._complete(scope, receive, exchange, limiter)
             finally:
                 self.running -= 1
-                limiter.leave()
+                limiter.leave(exchange.counts)
 
-    async def _complete(self, scope: Scope, receive: Receive, exchange: _Exchange) -> None:
+    async def _complete(self, scope: Scope, receive: Receive, exchange: _Exchange, limiter: KeyLimiter) -> None:
         terms = self.terms
         body = await read_body(
             scope, receive, most_bytes=terms.max_body_bytes, limit_s=terms.body_s, limit=self.patience.limit
         )
         request = parse_request(scope["path"], body)
+        if request.computed > terms.max_choices:
+            what = (
+                f"the request is for {request.computed} answers (prompts times n), at most {terms.max_choices} may be"
+            )
+            raise bad_request(what, param="n", fix="split it into several")
+        limiter.widen(request.computed)
+        exchange.counts = request.computed
         if request.model not in self.table.pools:
             raise unknown_model(request.model)
         exchange.model = request.model
@@ -184,7 +196,8 @@ class Gateway:
         now_s = self.clock.monotonic_s()
         ttft_s = self.table.pools[request.model].terms.slo.ttft_s
         waiting = self._waiting[request.model]
-        ticket = waiting.admit(now_s) if request.stream else waiting.admit(now_s, heard_by_s=now_s + ttft_s)
+        heard_by_s = math.inf if request.stream else now_s + ttft_s
+        ticket = waiting.admit(now_s, heard_by_s=heard_by_s, count=request.computed)
         try:
             async with (
                 while_connected(receive, served=lambda: exchange.served),

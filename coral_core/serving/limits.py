@@ -1,4 +1,7 @@
-"""What one API key may ask for: requests/s from a token bucket, and how many at the same time. Pure: time is handed in."""
+"""What one API key may ask for: requests/s from a token bucket, and how many at the same time. Pure: time is handed in.
+
+A request for several answers (prompts times answers each) counts as so many requests.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from coral_core.errors import InputError
-from coral_core.serving.refusals import too_many
+from coral_core.serving.refusals import bad_request, too_many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,7 @@ class KeyTerms:
 
 @dataclass(slots=True, kw_only=True)
 class TokenBucket:
-    """In any stretch of t seconds at most burst + rate * t are taken; time that goes back counts as standing still."""
+    """In any stretch of t seconds at most burst + rate * t are taken, and what is owed in advance; time that goes back stands still."""
 
     rate_per_s: float
     burst: float
@@ -47,6 +50,10 @@ class TokenBucket:
             self.at_s = now_s
         # A request that comes when it was told to must not fail by a rounding.
         return max(0.0, 1.0 - self.level) / self.rate_per_s if self.level < 1.0 - 1e-9 else 0.0
+
+    def owe(self, count: int) -> None:
+        """Take so many more, also such as are still to come: the next one waits for them."""
+        self.level -= count
 
     def take(self, now_s: float) -> bool:
         """Take one if there is one."""
@@ -80,6 +87,18 @@ class KeyLimiter:
             )
         self.running += 1
 
-    def leave(self) -> None:
-        """Count one request out."""
-        self.running -= 1
+    def widen(self, count: int) -> None:
+        """Let a request that has entered count as `count`; RefusedError where so many may not run (400), or not now (429)."""
+        most = self.terms.concurrent_requests
+        if count > most:
+            raise bad_request(f"the request is for {count} answers, this API key may have {most:g} running", param="n")
+        others = self.running - 1
+        if others + count > most:
+            what = f"this API key has {others} requests running and may have {most:g}, this one counts as {count}"
+            raise too_many(what, 1.0, code="concurrency_limit")
+        self.running += count - 1
+        self.bucket.owe(count - 1)
+
+    def leave(self, count: int = 1) -> None:
+        """Count a request out, as what it counted last."""
+        self.running -= count

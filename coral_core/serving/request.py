@@ -30,18 +30,20 @@ _FOR_ENGINES_ONLY: Final = ("kv_transfer_params", "ec_transfer_params")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """A request for one model. `choices`: how many answers it gets, over all its prompts.
-
-    `transferable`: one prompt, one answer, whose KV cache can go from prefill to decode.
-    """
+    """A request for one model. `choices`: how many answers it gets, over all its prompts; `computed`: how many are made for it."""
 
     path: str
     model: str
     stream: bool
     wants_usage: bool
     choices: int
-    transferable: bool
+    computed: int
     document: dict[str, Any]
+
+    @property
+    def transferable(self) -> bool:
+        """One prompt, one answer, whose KV cache can go from prefill to decode: a first fetch of several would free it."""
+        return self.computed == 1
 
     def whole_body(self, kv_transfer_params: dict[str, Any] | None = None) -> bytes:
         """For the engine that gives the answer; of a stream it reports the usage at the end, for the measurements."""
@@ -88,8 +90,7 @@ def parse_request(path: str, body: bytes) -> CompletionRequest:
         stream=bool(stream),
         wants_usage=bool(options and options.get("include_usage")),
         choices=prompts * answers,
-        # The decode engine would fetch the same cache once per answer, and the first fetch frees it.
-        transferable=prompts * max(answers, document.get("best_of") or 1) == 1,
+        computed=prompts * max(answers, document.get("best_of") or 1),
         document=document,
     )
 

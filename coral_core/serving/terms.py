@@ -12,7 +12,7 @@ from coral_core.units import MIB
 class GatewayTerms:
     """Sizes, times and counts. Raises InputError for one that is not above 0 (retries: below 0).
 
-    `request_s` holds for a request as a whole; `first_byte_s` for the wait for an engine's first token; `stall_s` for any
+    `max_choices`: of how many answers a request may be, over all its prompts. `request_s` holds for a request as a whole; `first_byte_s` for the wait for an engine's first token; `stall_s` for any
     pause after it, be it the engine's or the client's, and `gone_stall_s` once the engine takes no connections any more: it
     may finish its streams, and it may never say that it has ended them. `probe_s`: engines are asked that often whether they answer.
     `eject_s`: for so long an instance is set aside after `eject_after` failures in a row.
@@ -21,6 +21,7 @@ class GatewayTerms:
     max_body_bytes: int = 4 * MIB
     max_answer_bytes: int = 64 * MIB
     max_requests: int = 4096
+    max_choices: int = 128
     max_retries: int = 1
     header_s: float = 10.0
     body_s: float = 30.0

@@ -2,7 +2,7 @@
 
 A request waits from its admission until its first token is heard. Each instance has one prompt at work, the others queue
 behind it. The first token of an answer that comes whole is not heard: such a request counts until its TTFT bound is
-over, so that it bounds what arrives within that time.
+over, so that it bounds what arrives within that time. A request for several answers is as many to those behind it.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from coral_core.serving.table import ModelPool, by_region
 
 
 class Ticket:
-    """One admitted request's place in its model's counts. Every call may come again, and in any order."""
+    """One admitted request's place in its model's counts, as `count`. Every call may come again, and in any order."""
 
-    __slots__ = ("_at", "_pool")
+    __slots__ = ("_at", "_count", "_pool")
 
-    def __init__(self, pool: ModelPool) -> None:
+    def __init__(self, pool: ModelPool, count: int) -> None:
         self._pool = pool
+        self._count = count
         self._at = "begin"
-        pool.unheard += 1
+        pool.unheard += count
 
     def hand_over(self) -> None:
         """The prompt is done; now it waits for decode."""
         if self._at == "begin":
-            self._pool.unheard -= 1
-            self._pool.handing += 1
+            self._pool.unheard -= self._count
+            self._pool.handing += self._count
             self._at = "decode"
 
     def heard(self) -> None:
         """The first token has come, or none will."""
         if self._at == "begin":
-            self._pool.unheard -= 1
+            self._pool.unheard -= self._count
         elif self._at == "decode":
-            self._pool.handing -= 1
+            self._pool.handing -= self._count
         self._at = "heard"
 
 
@@ -52,15 +53,15 @@ class Waiting:
         self._unknown_s = unknown_s
         self._unseen: deque[tuple[float, Ticket]] = deque()
 
-    def admit(self, now_s: float, *, heard_by_s: float = math.inf) -> Ticket:
+    def admit(self, now_s: float, *, heard_by_s: float = math.inf, count: int = 1) -> Ticket:
         """A place in the queue; RefusedError (503) where nothing serves, (429) where it would wait beyond the SLO.
 
-        `heard_by_s`: from when on the first token is presumed to have come (answers that come whole).
+        `heard_by_s`: from when on the first token is presumed to have come (answers that come whole). `count`: as how many it counts.
         """
         while self._unseen and self._unseen[0][0] <= now_s:
             self._unseen.popleft()[1].heard()
         self._check()
-        ticket = Ticket(self._pool)
+        ticket = Ticket(self._pool, count)
         if math.isfinite(heard_by_s):
             self._unseen.append((heard_by_s, ticket))
         return ticket

@@ -200,6 +200,26 @@ def test_keys_and_their_limits():
     asyncio.run(go())
 
 
+def test_a_request_for_several_answers_counts_as_so_many():
+    async def go():
+        terms = KeyTerms(requests_per_s=0.001, burst_requests=4, concurrent_requests=9)
+        async with gateway_case(key=terms, max_choices=10) as case:
+            for many in (text(prompt=["a"] * 11), text(prompt=["a", "b"], n=6), text(best_of=11)):
+                status, _, found = await case.post(many, TEXT, headers=AUTHORIZED)
+                assert (status, found["error"]["param"]) == (400, "n")
+                assert "at most 10" in found["error"]["message"]
+            status, _, found = await case.post(chat(n=10), headers=AUTHORIZED)
+            assert (status, "may have 9 running" in found["error"]["message"]) == (400, True)
+        async with gateway_case(key=terms) as case:
+            limiter = case.gateway.keys.limiter(AUTHORIZED["Authorization"].encode())
+            assert (await case.post(chat(n=5), headers=AUTHORIZED))[0] == 200
+            status, _, found = await case.post(chat(), headers=AUTHORIZED)
+            assert (status, found["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert limiter.running == 0
+
+    asyncio.run(go())
+
+
 @pytest.mark.servers
 def test_a_long_request_that_is_refused_at_once_gets_one_answer_and_the_next_one_its_own():
     """Its body comes after the answer, and is no head that grows too long."""
