@@ -171,10 +171,10 @@ def _instances(programs: Programs) -> str:
 
 
 def _state(row: Mapping[str, Any]) -> str:
-    """Of an instance as the gateway's admin side lists it; the gateway hears of it when it has answered for the first time."""
+    """Of an instance as the gateway's admin side lists it."""
     if row["failed"]:
         return "failed, to be replaced"
-    return "ready" if row["ready"] else "not ready"
+    return "ready" if row["ready"] else "starting" if row["reported"] is False else "not ready"
 
 
 def _answer(url: str, model: str) -> str:
