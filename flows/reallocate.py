@@ -125,9 +125,10 @@ def turn(
         return Completed(name=LEASE_HELD, message=held.message, data=held)
     with given_back_on_error(lease):  # nothing has been changed yet
         goal = goal_under_lease(job, wish, params, approved, lowered)
-    done = goal if isinstance(goal, Done) else apply(job, lease, goal)
+    if isinstance(goal, Goal):
+        return apply(job, lease, goal)
     lease.give_back()
-    return done
+    return goal
 
 
 def goal_under_lease(

@@ -41,9 +41,7 @@ def teardown(params: TeardownParameters = TeardownParameters()) -> Reallocated |
         return Completed(name=LEASE_HELD, message=held.message, data=held)
     with given_back_on_error(lease):  # nothing has been changed yet
         goal = release_of(job, params.regions).goal
-    done = release(job, lease, goal)
-    lease.give_back()
-    return ended(done)
+    return ended(release(job, lease, goal))
 
 
 @task(name="release", cache_policy=NO_CACHE)

@@ -162,11 +162,11 @@ def check_limits(goal: Goal) -> None:
 
 
 def carry_out(job: Job, lease: Lease, goal: Goal) -> Done:
-    """Bring the fleet to the goal and record it; the caller gives the lease back unless this raises.
+    """Bring the fleet to the goal, record it and give the lease back.
 
     Raises LeaseLostError where planning took so long that another run has the lease by now, and what `apply_plan` raises.
-    Before the first change that gives the lease back; after it the run is recorded as failed, and the lease must be
-    left to run out.
+    Before the first change that gives the lease back; after it the run is recorded as failed, and the lease is left to
+    run out, as it is where it became too short for a call: what was started last may not be listed yet.
     """
     with given_back_on_error(lease):
         lease.guard()  # only its holder may say of other runs that they are dead
@@ -181,7 +181,7 @@ def carry_out(job: Job, lease: Lease, goal: Goal) -> Done:
         raise
     cost = cost_usd_per_h(report.nodes, goal.limits.price_usd_per_h)
     result = _result(job, outcome, reason, report=report, cost=cost, events=events, notes=goal.notes)
-    return Done(
+    done = Done(
         outcome=outcome,
         reason=reason,
         cost_usd_per_h=cost,
@@ -189,6 +189,9 @@ def carry_out(job: Job, lease: Lease, goal: Goal) -> Done:
         plan_url="" if goal.plan is None else job.store.url_of(f"{plan_group(job.fleet, goal.time)}/{PLAN}"),
         result_url=_recorded(job, goal.time, result),
     )
+    if outcome is not Outcome.LEASE_LOST:
+        lease.give_back()
+    return done
 
 
 @contextmanager

@@ -62,7 +62,6 @@ def release(job: Job, regions: tuple[str, ...], *, as_json: bool) -> int:
     with given_back_on_error(lease):  # nothing has been changed yet
         goal = release_of(job, regions).goal
     done = carry_out(job, lease, goal)
-    lease.give_back()
     if as_json:
         print_json({"fleet": job.fleet, "outcome": done.outcome, "reason": done.reason, "url": done.result_url})
     else:

@@ -126,6 +126,4 @@ class Acting:
         job = job or self.job()
         stored = self.record(*parts)
         lease = self.lease(job)
-        done = carry_out(job, lease, self.goal(stored, **changes))
-        lease.give_back()
-        return done
+        return carry_out(job, lease, self.goal(stored, **changes))

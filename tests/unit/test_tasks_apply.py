@@ -94,6 +94,13 @@ def test_a_run_that_loses_its_lease_stops_and_says_so(acting):
     assert len(acting.world.cloud.held()) == 2  # the call that was under way, and no other
 
 
+def test_a_lease_too_short_for_a_call_is_left_to_run_out(acting):
+    job = acting.job()
+    acting.world.cloud.call_timeout_s = 1000.0
+    assert acting.run(wanted(ONE, 1), job=job).outcome is Outcome.LEASE_LOST
+    assert isinstance(take(job), LeaseTaken)
+
+
 def test_a_run_that_was_taken_for_dead_ends_beside_what_was_said_of_it(acting):
     job, other = acting.job("slow"), acting.job("quick")
     lease, stored = acting.lease(job), acting.record(wanted(ONE, 2))
