@@ -272,7 +272,7 @@ def test_a_state_that_cannot_be_written_down_is_told_once_and_when_it_can_again(
     told: list[str] = []
     folder = tmp_path / "state"
     folder.write_text("in the way", encoding="utf-8")
-    plan = SimpleNamespace(folder=folder, terms=ControlTerms(), allowed=SimpleNamespace(trouble=""))
+    plan = SimpleNamespace(folder=folder, gateway_url="", terms=ControlTerms(), allowed=SimpleNamespace(trouble=""))
     end = SimpleNamespace(endpoint="tcp://h:1", refused_keys=0, dropped=0)
     one = _Coordinator(plan, SystemClock(), end, SimpleNamespace(), lambda _event, text, **_: told.append(text))
     told.clear()
@@ -357,7 +357,7 @@ def test_whoever_serves_serves_on_where_nobody_can_be_told(where, as_json):
 
 def test_the_first_start_of_a_coordinator_is_nothing_wrong(tmp_path):
     told: list[str] = []
-    plan = SimpleNamespace(folder=tmp_path / "state", terms=ControlTerms())
+    plan = SimpleNamespace(folder=tmp_path / "state", gateway_url="", terms=ControlTerms())
     _Coordinator(plan, SystemClock(), SimpleNamespace(), SimpleNamespace(), lambda _event, text, **_: told.append(text))
     assert told == [f"the first start in {tmp_path / 'state'}: nothing to take over"]
 
