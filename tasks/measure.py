@@ -159,9 +159,9 @@ class Measurement:
         subject = self.subject
         points, unfit = fitted_points(self.times, subject.depths, max_cv_frac=subject.sweep.max_cv_frac)
         wrong = {(point.tp, point.phase, point.requests, point.tokens) for point in falling(points)}
-        wrong |= {(shot.tp, shot.phase, shot.requests, shot.tokens) for shot in unfit}
-        known = {(shot.tp, shot.phase, shot.requests, shot.tokens) for shot in self.refused}
-        return [shot for shot in self.times if (shot.tp, shot.phase, shot.requests, shot.tokens) in wrong - known]
+        wrong |= {shot.kind for shot in unfit}
+        known = {shot.kind for shot in self.refused}
+        return [shot for shot in self.times if shot.kind in wrong - known]
 
 
 def begun(subject: Subject, store: Store, *, fresh: bool = False) -> Measurement:
@@ -263,7 +263,7 @@ class Published:
     @property
     def lacks(self) -> int:
         """How many kinds of step of the sweep are not in the profile."""
-        return len({(shot.tp, shot.phase, shot.requests, shot.tokens) for shot in self.refused})
+        return len({shot.kind for shot in self.refused})
 
 
 def publish(measurement: Measurement, store: Store, *, now: datetime, source: str) -> Published:

@@ -44,6 +44,11 @@ class Shot:
     tokens: int
 
     @property
+    def kind(self) -> tuple[int, Phase, int, int]:
+        """What it is at whatever number of layers: TP, phase, requests and tokens."""
+        return (self.tp, self.phase, self.requests, self.tokens)
+
+    @property
     def name(self) -> str:
         """The shot in one word, for keys and messages."""
         return f"tp{self.tp}-layers{self.layers}-{self.phase.value}-{self.requests}x{self.tokens}"
