@@ -320,6 +320,7 @@ def test_what_cannot_be_started_or_is_not_served_is_told(tmp_path):
                 "cannot start the engine: " + case.gateway.engines["a"].url + ": no such interpreter",
             ) in (broken.events)
             await coming(lambda: "rejected" in case.told())
+            await asyncio.sleep(2.5)  # the gateway is seen to every second
             assert case.told().count("rejected") == 1
             [why] = [facts["reason"] for event, facts in case.events if event == "rejected"]
             assert "unknown model" in why

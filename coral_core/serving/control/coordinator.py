@@ -226,18 +226,20 @@ class _Coordinator:
         by_name = {row.name: row for row in rows}
         for one in list(self.instances.held.values()):
             for call in gateway_calls([one], by_name):
-                await self._call(call, one)
+                if not await self._call(call, one):
+                    break  # what follows builds on it, and would be refused for lack of it
 
-    async def _call(self, call: GatewayCall, one: Held) -> None:
-        """Make a call; what the gateway will not have is told once. Raises ServingError where it does not answer."""
+    async def _call(self, call: GatewayCall, one: Held) -> bool:
+        """Make a call; False where the gateway will not have it, which is told once. Raises ServingError where it does not answer."""
         try:
             await self.gateway.call(call)
         except RejectedError as error:
             if one.rejected != str(error):
                 one.rejected = str(error)
                 self.say("rejected", f"{one.instance_id}: {error}", instance=one.instance_id, reason=str(error))
-        else:
-            one.rejected = ""
+            return False
+        one.rejected = ""
+        return True
 
     # ------------------------------------------------------------------ what is written down
 
