@@ -53,6 +53,7 @@ class Runner:
     launched: list[NodeLaunch] = field(default_factory=list)
     recovered: bool = False
     refuses: bool = False
+    becomes: NodeState = NodeState.READY
 
     def recover(self) -> None:
         self.recovered = True
@@ -61,7 +62,7 @@ class Runner:
         if self.refuses:
             raise InputError("no such interpreter", where=url)
         self.launched.append(launch)
-        self.state, self.alive = NodeState.READY, True
+        self.state, self.alive = self.becomes, True
 
     def report(self) -> RunnerReport:
         return RunnerReport(state=self.state, reason=self.reason, alive=self.alive, log=("last line",))
@@ -313,7 +314,8 @@ def test_what_cannot_be_started_or_is_not_served_is_told(tmp_path):
     async def go():
         async with control(tmp_path) as case:
             broken = attended(case, hello("broken"), runner=Runner(refuses=True))
-            other = attended(case, hello("other", tags=replace(hello("other").tags, model="unknown")))
+            unknown = hello("other", tags=replace(hello("other").tags, model="unknown"))
+            other = attended(case, unknown, runner=Runner(becomes=NodeState.STARTING))
             await coming(lambda: case.stage("broken") == "failed")
             assert (
                 "failed",
